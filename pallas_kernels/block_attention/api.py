@@ -1,0 +1,124 @@
+"""The public attention op: checks its arguments and picks an implementation."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.block_attention.reference import block_attention_reference
+from pallas_kernels.block_attention.xla import block_attention_xla
+
+# name -> function(q, ..., tail_mask, *, scale) -> (out, lse). One that cannot run the given
+# arguments here raises NotImplementedError with the reason, while it is traced.
+IMPLEMENTATIONS: dict[str, Callable] = {
+    "reference": block_attention_reference,
+    "xla": block_attention_xla,
+}
+DEFAULT_ORDER: tuple[str, ...] = ("xla",)  # the fastest first; XLA runs everywhere and ends it
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def block_attention(
+    q: jax.Array,  # [B, N, T, H, D]
+    ctx_k: jax.Array,  # [B, G, S, D]
+    ctx_v: jax.Array,  # [B, G, S, D]
+    ctx_start: jax.Array,  # [B, N, T or 1] int32
+    ctx_end: jax.Array,  # [B, N, T or 1] int32
+    tail_k: jax.Array,  # [B, N, R, G, D]
+    tail_v: jax.Array,  # [B, N, R, G, D]
+    tail_mask: jax.Array,  # [B or 1, N or 1, T, R] bool
+    *,
+    scale: float,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Softmax attention of N blocks of T query rows over a shared context and a tail of their own.
+
+    A query row sees the context rows `ctx_start <= s < ctx_end` and the tail rows where
+    `tail_mask` is true; one softmax runs over both. Query head h uses key/value head
+    h // (H // G). S and R may be 0. A row that sees nothing gives zeros and lse = -inf. Rows that
+    are not visible must be finite and have no influence. Differentiable (reverse mode) in q,
+    context and tail; the gradient of the context sums over blocks.
+
+    Scores are `scale * q @ k`, in float32 (float64 for float64 inputs). Returns `out`
+    [B, N, T, H, D] in the dtype of q, and with `return_lse` also the log-sum-exp of each row's
+    scores, [B, N, T, H] in float32 (float64).
+
+    `implementation` is a name, which raises NotImplementedError with the reason where it cannot
+    run; a sequence of names, of which the first that can run is taken; or None, the default
+    order, which ends in "xla". Raises ValueError or TypeError for shapes and dtypes that do not
+    fit, before any compute.
+    """
+    args = (q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask)
+    _check(*args)
+    names = DEFAULT_ORDER if implementation is None else implementation
+    names = (names,) if isinstance(names, str) else tuple(names)
+    out, lse = _first_that_runs(names, args, float(scale))
+    return (out, lse) if return_lse else out
+
+
+def _first_that_runs(names, args, scale):
+    unknown = [name for name in names if name not in IMPLEMENTATIONS]
+    if unknown or not names:
+        raise ValueError(
+            f"implementation {unknown or names!r} is not known; choose from "
+            f"{sorted(IMPLEMENTATIONS)}, or None for the default order {DEFAULT_ORDER}"
+        )
+    reasons = []
+    for name in names:
+        try:
+            result = IMPLEMENTATIONS[name](*args, scale=scale)
+        except NotImplementedError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        if reasons:
+            _say_once(f"block_attention runs as {name!r}: " + "; ".join(reasons))
+        return result
+    raise NotImplementedError("block_attention cannot run here: " + "; ".join(reasons))
+
+
+@cache
+def _say_once(message: str) -> None:
+    logging.getLogger(__name__).warning(message)
+
+
+def _check(q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask):
+    if q.ndim != 5 or ctx_k.ndim != 4 or tail_k.ndim != 5:
+        raise ValueError(
+            "expected q [B, N, T, H, D], ctx_k [B, G, S, D] and tail_k [B, N, R, G, D], "
+            f"got {q.shape}, {ctx_k.shape} and {tail_k.shape}"
+        )
+    batch, blocks, rows, heads, dim = q.shape
+    kv_heads, capacity = ctx_k.shape[1:3]
+    tail = tail_k.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+    context = (batch, kv_heads, capacity, dim)
+    tail_shape = (batch, blocks, tail, kv_heads, dim)
+    _check_shape("ctx_k", ctx_k, [context])
+    _check_shape("ctx_v", ctx_v, [context])
+    _check_shape("tail_k", tail_k, [tail_shape])
+    _check_shape("tail_v", tail_v, [tail_shape])
+    for name, x in (("ctx_start", ctx_start), ("ctx_end", ctx_end)):
+        _check_shape(name, x, [(batch, blocks, rows), (batch, blocks, 1)])
+        _check_dtype(name, x, ("int32",))
+    masks = [(b, n, rows, tail) for b in (batch, 1) for n in (blocks, 1)]
+    _check_shape("tail_mask", tail_mask, masks)
+    _check_dtype("tail_mask", tail_mask, ("bool",))
+    _check_dtype("q", q, _FLOATS)
+    for name, x in (("ctx_k", ctx_k), ("ctx_v", ctx_v), ("tail_k", tail_k), ("tail_v", tail_v)):
+        _check_dtype(name, x, (q.dtype.name,))
+
+
+def _check_shape(name, x, allowed):
+    if x.shape not in allowed:
+        choices = " or ".join(str(shape) for shape in dict.fromkeys(allowed))
+        raise ValueError(f"{name} must have shape {choices}, got {x.shape}")
+
+
+def _check_dtype(name, x, allowed):
+    if jnp.dtype(x.dtype).name not in allowed:
+        raise TypeError(f"{name} must be {' or '.join(allowed)}, got {x.dtype}; cast it first")

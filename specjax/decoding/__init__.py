@@ -1,0 +1,1 @@
+"""The loop: how networks are run to make text."""

@@ -1,0 +1,59 @@
+"""Prompts to token ids: plain text, chat messages and the chat template's fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def token_ids(encoded: Any) -> list[int]:
+    """A flat list of ids from what tokenizers return: a list, an array, or a mapping of them.
+
+    transformers 5 gives a mapping (a UserDict, not a dict) where version 4 gave a list.
+
+    Raises:
+      ValueError: anything that is not one sequence of ids.
+    """
+    if isinstance(encoded, Mapping) or hasattr(encoded, "input_ids"):
+        encoded = encoded["input_ids"]
+    ids = np.asarray(encoded)
+    if ids.ndim == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"expected one sequence of token ids, got shape {ids.shape}, {ids.dtype}")
+    return [int(i) for i in ids]
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of plain text, with the special tokens the tokenizer itself adds (a BOS or none)."""
+    return token_ids(tokenizer(text))
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, enable_thinking: bool = False
+) -> list[int]:
+    """Ids of a conversation up to where the assistant answers, by the model's own template.
+
+    Raises:
+      ValueError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("this tokenizer has no chat template: pass text or token ids instead")
+    return token_ids(
+        tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=True,
+            add_generation_prompt=True,
+            enable_thinking=enable_thinking,
+            return_dict=False,
+        )
+    )
+
+
+def template_fingerprint(tokenizer: Any, *, enable_thinking: bool = False) -> str:
+    """Names what a drafter was trained on: the template's hash and the thinking flag."""
+    digest = hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest()[:16]
+    return f"{digest} thinking={'on' if enable_thinking else 'off'}"
