@@ -156,40 +156,63 @@ class RoundInfo:
 
 @struct.dataclass
 class Sampling:
-    """Sampling values of a call; changing them does not recompile."""
+    """Sampling values of a call; changing them within a mode does not recompile."""
 
     temperature: Array  # [] float32; 0 is greedy
+    top_k: Array  # [] int32; 0 keeps every token
+    top_p: Array  # [] float32; 1 keeps every token
 
 
 class Reuse(Protocol):
     """How a method uses the rejected rows: one file per method."""
 
-    keeps: frozenset[str]  # fields of Rejected that it reads
+    @property
+    def keeps(self) -> frozenset[str]:
+        """The fields of `Rejected` that it reads; nothing else is stored."""
 
     def table(self, config: Any) -> dict[str, Any]:
         """The parameter table of the method's own weights."""
 
-    def inject(self, params: Params, rejected: Rejected, block: Block) -> Block:
-        """Adds an embedding delta, carried rows or further blocks to `block`."""
+    def inject(
+        self, config: Any, params: Params, vocabulary: Vocabulary, rejected: Rejected, block: Block
+    ) -> Block:
+        """Adds an embedding delta, carried rows or further blocks to `block`.
+
+        `params` are the whole drafter's: a method may use the fusion and its own weights.
+        """
 
 
 class Head(Protocol):
-    """Decides tokens and their law from block states; in training it scores recorded tokens."""
+    """Decides tokens and their law; in training the same code scores recorded tokens."""
 
     def table(self, config: Any) -> dict[str, Any]:
         """The parameter table of the head."""
 
     def propose(
-        self, params: Params, hidden: Array, logits: Array, anchor: Array, key: Array, sampling: Any
-    ) -> tuple[Array, Array | SparseLaw | None]:
-        """Hidden [B, K, E] and base logits [B, K, V] -> tokens [B, K] and their law."""
+        self,
+        params: Params,
+        block: Block,
+        hidden: Array,
+        logits: Array,
+        key: Array,
+        sampling: Sampling,
+    ) -> Proposal:
+        """Block states [B, N, T, E] and base logits [B, N, T, V] -> what to verify.
+
+        One block gives a chain or a tree; several blocks are merged by their positions.
+        """
 
 
 class Drafter(Protocol):
     """A frozen dataclass that is also its JSON config."""
 
-    taps: tuple[int, ...]
-    keeps: frozenset[str]
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target layers it reads, in concatenation order."""
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        """The fields of `Rejected` that it reads."""
 
     def init(self, batch: int, capacity: int) -> Any:
         """The empty draft state."""
@@ -202,19 +225,19 @@ class Drafter(Protocol):
     def propose(
         self,
         params: Params,
-        target: Vocabulary,
+        vocabulary: Vocabulary,
         draft: Any,
-        anchor: Array,
-        position: Array,
+        tokens: Array,
+        length: Array,
         rejected: Rejected,
         key: Array,
         sampling: Sampling,
     ) -> tuple[Proposal, Any]:
-        """Proposes the tokens behind `anchor` [B] at `position` [B]."""
+        """Proposes what follows the anchor `tokens[length - 1]`, at position `length - 1`."""
 
 
 class Rule(Protocol):
-    """A verification rule, pure: processed laws, tokens and noise in, verdict out."""
+    """A verification rule, pure: processed laws, a proposal and noise in, a verdict out."""
 
     def __call__(self, p: Array, proposal: Proposal, key: Array) -> Verdict:
         """p [B, W, V] is the target's processed law behind every verify row."""

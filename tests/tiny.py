@@ -144,16 +144,20 @@ def target_tensors(config, seed=0):
     return {name: tensor(name, shape, seed) for name, shape in shapes.items()}
 
 
-def drafter_tensors(config, seed=0):
-    """Tensor name -> float32 array of a z-lab DFlash drafter: no prefix, embedding or head."""
+def drafter_shapes(config):
+    """Tensor name -> shape of a z-lab DFlash drafter: no prefix, embedding or head."""
     hidden = config["hidden_size"]
     taps = config.get("target_layer_ids") or config["dflash_config"]["target_layer_ids"]
     fused = len(taps) * config.get("target_hidden_size", hidden)
     shapes = {"fc.weight": (hidden, fused), "hidden_norm.weight": (hidden,)}
     shapes["norm.weight"] = (hidden,)
     bias = "qkvo" if config.get("attention_bias") else ""
-    shapes |= _decoder_shapes(config, "", bias, qk_norm=True)
-    return {name: tensor(name, shape, seed) for name, shape in shapes.items()}
+    return shapes | _decoder_shapes(config, "", bias, qk_norm=True)
+
+
+def drafter_tensors(config, seed=0):
+    """Tensor name -> float32 array of such a drafter."""
+    return {name: tensor(name, shape, seed) for name, shape in drafter_shapes(config).items()}
 
 
 def _numpy_dtype(name):

@@ -68,7 +68,7 @@ def config_of(data: bytes) -> dict:
 def halves(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head from pairs (0,1), (2,3), ... to the two halves that rotate_half pairs."""
     pairs = weight.reshape(heads, -1, 2, weight.shape[1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def tensors_of(data: bytes, config: dict) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ def write(cache: KVCache, k: tuple[Array, ...], v: tuple[Array, ...]) -> KVCache
     The caller keeps `length + T <= capacity` for every row, finished ones too: an update that does
     not fit is moved back by JAX and would overwrite committed rows.
     """
-    return cache.replace(
+    return replace(
+        cache,
         k=tuple(_write(old, rows, cache.length) for old, rows in zip(cache.k, k, strict=True)),
         v=tuple(_write(old, rows, cache.length) for old, rows in zip(cache.v, v, strict=True)),
     )
@@ -35,7 +37,7 @@ def write(cache: KVCache, k: tuple[Array, ...], v: tuple[Array, ...]) -> KVCache
 
 def commit(cache: KVCache, count: Array) -> KVCache:
     """Commits the first `count` [B] of the rows written last."""
-    return cache.replace(length=cache.length + count)
+    return replace(cache, length=cache.length + count)
 
 
 def _write(old: Array, rows: Array, start: Array) -> Array:

@@ -67,13 +67,22 @@ def generate(target: Target, prompt: str | list[int], *, max_new_tokens: int = 1
     seconds = time.perf_counter() - start
     made = tokens[0, : int(count)].tolist()
     stopped = made[-1] in target.eos_token_ids
-    has_text = (target.directory / "tokenizer_config.json").exists()
     return Generation(
-        text=target.tokenizer.decode(made, skip_special_tokens=True) if has_text else None,
+        text=_text(target, ids, made),
         tokens=made,
         finish_reason="stop" if stopped else "length",
         stats={"tokens_per_s": (len(made) - 1) / seconds if len(made) > 1 else None},
     )
+
+
+def _text(target: Target, prompt: list[int], made: list[int]) -> str | None:
+    """The text that `made` adds behind `prompt`: tokens are decoded together, since some
+    tokenizers drop the space in front of the first one."""
+    if not target.has_tokenizer:
+        return None
+    decode = partial(target.tokenizer.decode, skip_special_tokens=True)
+    before, whole = decode(prompt), decode(prompt + made)
+    return whole[len(before) :] if whole.startswith(before) else decode(made)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

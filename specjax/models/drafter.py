@@ -7,7 +7,7 @@ its own projections. Context rows have no queries and never pass through a layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
@@ -185,7 +185,7 @@ def unembed(config: DrafterConfig, params: Params, vocabulary: Vocabulary, hidde
     Map ids of a reduced vocabulary with `target_ids`.
     """
     head = params.get("head", vocabulary.head)
-    logits = target.unembed(vocabulary.replace(head=head), hidden) * config.output_multiplier
+    logits = target.unembed(replace(vocabulary, head=head), hidden) * config.output_multiplier
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     return logits

@@ -16,16 +16,27 @@ from specjax.models.gguf_tokenizer import SpecialIds, tokenizer_files
 from specjax.models.storage import write_directory
 
 # Every key that describes the network. Any other `llama.*` key could change it: refused.
-_KEYS = frozenset(
-    "llama." + key
-    for key in (
-        "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
-        "attention.layer_norm_rms_epsilon block_count context_length embedding_length "
-        "expert_count expert_used_count feed_forward_length rope.dimension_count rope.freq_base "
-        "rope.scale_linear rope.scaling.factor rope.scaling.finetuned rope.scaling.type "
-        "rope.scaling.original_context_length vocab_size"
-    ).split()
-)
+_KEYS = {
+    "llama.attention.head_count",
+    "llama.attention.head_count_kv",
+    "llama.attention.key_length",
+    "llama.attention.layer_norm_rms_epsilon",
+    "llama.attention.value_length",
+    "llama.block_count",
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.expert_count",
+    "llama.expert_used_count",
+    "llama.feed_forward_length",
+    "llama.rope.dimension_count",
+    "llama.rope.freq_base",
+    "llama.rope.scale_linear",
+    "llama.rope.scaling.factor",
+    "llama.rope.scaling.finetuned",
+    "llama.rope.scaling.original_context_length",
+    "llama.rope.scaling.type",
+    "llama.vocab_size",
+}
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> None:
@@ -118,7 +129,7 @@ class _Tensors(Mapping[str, np.ndarray]):
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head from pairs (0,1), (2,3), ... to the two halves that rotate_half pairs."""
     pairs = weight.reshape(heads, -1, 2, weight.shape[1])  # [H, D/2, 2, E]
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _config(metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.models import drafter, drafter_hf, packaged, params, target
 from specjax.models.storage import Checkpoint, open_checkpoint, read_json, write_directory
-from specjax.models.text import template_fingerprint
+from specjax.models.text import has_tokenizer, load_tokenizer, template_fingerprint
 from specjax.types import Array, Params
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -37,14 +37,15 @@ class Target:
     eos_token_ids: tuple[int, ...]
     generation_config: Mapping[str, Any]
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can go in and out; token ids always can."""
+        return has_tokenizer(self.directory)
+
     @cached_property
     def tokenizer(self) -> Any:
         """The transformers tokenizer of the directory; ValueError where it has none."""
-        if not (self.directory / "tokenizer_config.json").exists():
-            raise ValueError(f"{self.directory} holds no tokenizer: pass token ids instead of text")
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
+        return load_tokenizer(self.directory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +89,7 @@ def load_target(
         checkpoint,
         dtype=resolve_dtype(dtype),
         mesh=mesh,
-        ignore=lambda tensor: (
-            tensor.endswith("rotary_emb.inv_freq") or (config.tied and tensor == "lm_head.weight")
-        ),
+        ignore=carries_no_parameter(config),
         check_finite=check_finite,
     )
     generation = _optional_json(directory / "generation_config.json")
@@ -118,19 +117,18 @@ def load_drafter(
     """
     directory = resolve(name)
     config = drafter_hf.config_from_hf(read_json(directory / "config.json"), layout=layout)
-    check_fit(config, target)
+    check_fit(config, target.config, target.name)
     checkpoint = open_checkpoint(directory)
     _check_fc(config, checkpoint)
     dtype = target.params["embed"].dtype if dtype is None else resolve_dtype(dtype)
     mesh = getattr(target.params["embed"].sharding, "mesh", None)
-    reduced = config.draft_vocab_size is not None
-    extra = {*drafter_hf.TARGET_COPIES, *(REDUCED if reduced else ())}
+    extra = {*drafter_hf.TARGET_COPIES, *(REDUCED if config.draft_vocab_size else ())}
     loaded = params.load(
         drafter.table(config), checkpoint, dtype=dtype, mesh=mesh, ignore=extra.__contains__
     )
     _check_copies(config, checkpoint, target)
-    if reduced:
-        loaded["target_ids"] = _target_ids(config, checkpoint, mesh)
+    if config.draft_vocab_size is not None:
+        loaded["target_ids"] = _target_ids(config, config.draft_vocab_size, checkpoint, mesh)
     if config.template is not None:
         _warn_template(config.template, target)
     return Drafter(str(name), directory, config, loaded)
@@ -205,25 +203,32 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     return tuple(entry["id"] for entry in added if entry["content"] == token)
 
 
-def check_fit(config: drafter.DrafterConfig, loaded: Target) -> None:
+def carries_no_parameter(config: target.TargetConfig) -> Callable[[str], bool]:
+    """Names of tensors that published targets may carry beside their parameters: frequencies that
+    follow from the config, and a tied head (which must equal the embedding)."""
+    return lambda name: (
+        name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+    )
+
+
+def check_fit(config: drafter.DrafterConfig, model: target.TargetConfig, name: str) -> None:
     """Raises ValueError unless the drafter can read this target's states and vocabulary."""
-    V, E = loaded.params["embed"].shape
-    depth = loaded.config.layers.num_layers
+    E, depth = model.layers.hidden_size, model.layers.num_layers
     if config.layers.hidden_size != E or config.target_hidden_size != E:
         raise ValueError(
             f"the drafter has hidden size {config.layers.hidden_size} and reads states of "
-            f"{config.target_hidden_size}; {loaded.name} has {E}: it belongs to another target"
+            f"{config.target_hidden_size}; {name} has {E}: it belongs to another target"
         )
     if config.num_target_layers not in (None, depth):
         raise ValueError(
             f"the drafter was trained for a target of {config.num_target_layers} layers; "
-            f"{loaded.name} has {depth}"
+            f"{name} has {depth}"
         )
     target.check_taps(config.taps, depth)
-    if config.mask_token_id >= V:
+    if config.mask_token_id >= model.vocab_size:
         raise ValueError(
-            f"mask_token_id {config.mask_token_id} is not a row of the embedding of "
-            f"{loaded.name} (0 to {V - 1})"
+            f"mask_token_id {config.mask_token_id} is not a row of the embedding of {name} "
+            f"(0 to {model.vocab_size - 1})"
         )
 
 
@@ -265,19 +270,23 @@ def _check_copies(config: drafter.DrafterConfig, checkpoint: Checkpoint, loaded:
             )
 
 
-def _target_ids(config: drafter.DrafterConfig, checkpoint: Checkpoint, mesh: Mesh | None) -> Array:
+def _target_ids(
+    config: drafter.DrafterConfig, rows: int, checkpoint: Checkpoint, mesh: Mesh | None
+) -> Array:
+    """The target id of each of the `rows` ids of a reduced vocabulary."""
     if "d2t" not in checkpoint.tensors:
         raise ValueError(
-            f"{checkpoint.directory}: a head of {config.draft_vocab_size} rows needs the map d2t "
-            "from its ids to the target's"
+            f"{checkpoint.directory}: a head of {rows} rows needs the map d2t from its ids to the "
+            "target's"
         )
     offsets = checkpoint.read("d2t")  # target id minus draft id
-    ids = np.arange(config.draft_vocab_size) + offsets
-    if ids.shape != (config.draft_vocab_size,) or ids.min() < 0 or ids.max() >= config.vocab_size:
+    if offsets.shape != (rows,):
+        raise ValueError(f"{checkpoint.directory}: d2t has shape {offsets.shape}, not ({rows},)")
+    ids = (np.arange(rows) + offsets).astype(np.int32)
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ValueError(
             f"{checkpoint.directory}: d2t maps outside the vocabulary of {config.vocab_size}"
         )
-    ids = ids.astype(np.int32)
     if mesh is None:
         return jnp.asarray(ids)
     return jax.device_put(ids, NamedSharding(mesh, PartitionSpec()))
@@ -318,9 +327,9 @@ def _downloaded(repo: str) -> Path:
         return Path(snapshot_download(repo, allow_patterns=HUB_FILES))
     except LocalEntryNotFoundError:
         raise FileNotFoundError(
-            f"{repo} is not in the local hub cache and the hub cannot be reached "
-            "(offline, or HF_HUB_OFFLINE is set): download it where there is a connection, or "
-            "pass a local directory"
+            f"there is no directory {repo} here, it is not in the local hub cache, and the hub "
+            "cannot be reached (offline, or HF_HUB_OFFLINE is set): download it where there is a "
+            "connection, or pass a local directory"
         ) from None
     except HfHubHTTPError as error:
         raise FileNotFoundError(f"{repo} could not be downloaded from the hub: {error}") from None

@@ -147,7 +147,7 @@ def decoder_layer(
         tail_k = jnp.concatenate([carried[0], k], axis=2)
         tail_v = jnp.concatenate([carried[1], v], axis=2)
     context_k, context_v = (as_context(k), as_context(v)) if context is None else context
-    out = block_attention(
+    out: Array = block_attention(
         rotate(q, *rotation),
         context_k,
         context_v,

@@ -111,10 +111,13 @@ def load(
       ValueError: missing, unexpected, wrongly shaped or (on request) non-finite tensors.
     """
     check_manifest(table, checkpoint, ignore)
+    if mesh is not None:
+        # Networks name no shardings of their own: XLA carries the parameters' through.
+        mesh = Mesh(mesh.devices, mesh.axis_names)  # automatic axes, whatever the caller's are
 
     def read(param: Param) -> jax.Array:
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
-            values = checkpoint.read(param.hf, index).astype(dtype)
+        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+            values = checkpoint.read(param.hf, index or ()).astype(dtype)
             if check_finite and not np.isfinite(values.astype(np.float32)).all():
                 raise ValueError(f"{checkpoint.directory}: {param.hf} holds NaN or infinite values")
             return values

@@ -141,28 +141,43 @@ def write_directory(
 
 
 def _write_tensors(directory: Path, tensors: Mapping[str, np.ndarray], max_bytes: int) -> None:
-    shards: list[dict[str, np.ndarray]] = [{}]
-    size = 0
+    """Writes shard by shard, so that a lazy mapping of tensors is never in memory whole."""
+    weight_map: dict[str, int] = {}
+    shard: dict[str, np.ndarray] = {}
+    number, size, total = 0, 0, 0
+
+    def close() -> None:
+        nonlocal shard, number, size
+        number += 1
+        weight_map.update(dict.fromkeys(shard, number))
+        save_file(shard, directory / _shard(number), metadata={"format": "pt"})
+        (directory / _shard(number)).chmod(0o644)  # save_file makes it private
+        shard, size = {}, 0
+
     for name in sorted(tensors):
         # safetensors stores the raw memory of a strided array under its logical shape:
         # anything but C order would come back scrambled.
         array = np.ascontiguousarray(tensors[name])
-        if shards[-1] and size + array.nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = array
+        if shard and size + array.nbytes > max_bytes:
+            close()
+        shard[name] = array
         size += array.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], directory / WEIGHTS, metadata={"format": "pt"})
+        total += array.nbytes
+    close()
+    if number == 1:
+        (directory / _shard(1)).rename(directory / WEIGHTS)
         return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(array.nbytes for shard in shards for array in shard.values())
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for i in range(1, number + 1):
+        (directory / _shard(i)).rename(directory / _shard(i, number))
+    content = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: _shard(i, number) for name, i in weight_map.items()},
+    }
     (directory / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _shard(number: int, count: int = 0) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _shards(index: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ def config_from_hf(config: Mapping[str, Any]) -> TargetConfig:
       ValueError: an architecture, a key or a value that is not supported, by its name.
     """
     family = _family(config)
-    get = {**FAMILIES[family], **config}.get
+    get: Callable[..., Any] = {**FAMILIES[family], **config}.get
     _refuse(config)
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
         if not isinstance(config.get(key), int) or config[key] < 1:
@@ -140,7 +140,7 @@ def table(config: TargetConfig) -> Table:
 
 def vocabulary(params: Params) -> Vocabulary:
     """Embedding and head, for drafters and for logits."""
-    return Vocabulary(params["embed"], params.get("head", params["embed"]))
+    return Vocabulary(params["embed"], params["head"] if "head" in params else params["embed"])
 
 
 def unembed(vocabulary: Vocabulary, hidden: Array) -> Array:

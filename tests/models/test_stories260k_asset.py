@@ -1,6 +1,8 @@
 """The packaged model: its weights by an independent forward, its tokenizer by another encoder."""
 
+import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ TEXTS = [
     "UPPER lower MiXeD",
     "0123456789 3.14 1,000",
     "tabs\tand\r\nreturns\r",
-    "don't “quote” ‘single’ – — … ™ €",
+    "don't “quote” \u2018single\u2019 \u2013 — … ™ €",
     "café señor naïve",
     "cafe\u0301 combining",
     "中文字符",
@@ -70,7 +72,7 @@ def encode_by_score(text, tokens):
     while True:
         unions = [
             (ids_of.get(tokens[a] + tokens[b], len(tokens)), place)
-            for place, (a, b) in enumerate(zip(ids, ids[1:], strict=False))
+            for place, (a, b) in enumerate(itertools.pairwise(ids))
         ]
         best, place = min(unions, default=(len(tokens), 0))
         if best == len(tokens):
@@ -139,16 +141,19 @@ class Forward:
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
 
+    def project(self, block, name, x):
+        return self.weights[f"{block}{name}.weight"] @ x
+
     def __call__(self, token, position):
         heads, dim = self.config["num_attention_heads"], self.config["head_dim"]
         group = heads // self.config["num_key_value_heads"]
         x = self.weights["model.embed_tokens.weight"][token]
         for layer in range(len(self.keys)):
             block = f"model.layers.{layer}."
-            project = lambda h, name, block=block: self.weights[f"{block}{name}.weight"] @ h  # noqa: E731
+            project = partial(self.project, block)
             h = self.norm(x, block + "input_layernorm")
             q, k, v = (
-                project(h, f"self_attn.{name}_proj").reshape(-1, dim) for name in ("q", "k", "v")
+                project(f"self_attn.{name}_proj", h).reshape(-1, dim) for name in ("q", "k", "v")
             )
             self.keys[layer].append(np.repeat(self.rotate(k, position), group, axis=0))
             self.values[layer].append(np.repeat(v, group, axis=0))
@@ -156,11 +161,11 @@ class Forward:
             weights = np.exp(scores / np.sqrt(dim) - scores.max(1, keepdims=True) / np.sqrt(dim))
             weights /= weights.sum(1, keepdims=True)
             mixed = np.einsum("hs,shd->hd", weights, self.values[layer]).reshape(-1)
-            x = x + project(mixed, "self_attn.o_proj")
+            x = x + project("self_attn.o_proj", mixed)
             h = self.norm(x, block + "post_attention_layernorm")
-            gate = project(h, "mlp.gate_proj")
-            h = gate / (1 + np.exp(-gate)) * project(h, "mlp.up_proj")
-            x = x + project(h, "mlp.down_proj")
+            gate = project("mlp.gate_proj", h)
+            h = gate / (1 + np.exp(-gate)) * project("mlp.up_proj", h)
+            x = x + project("mlp.down_proj", h)
         return self.weights["model.embed_tokens.weight"] @ self.norm(x, "model.norm")
 
 
