@@ -156,11 +156,15 @@ class RoundInfo:
 
 @struct.dataclass
 class Sampling:
-    """Sampling values of a call; changing them within a mode does not recompile."""
+    """How tokens are drawn. Changing an array does not recompile; changing a word does."""
 
-    temperature: Array  # [] float32; 0 is greedy
+    temperature: Array  # [B] float32; 0 is greedy
     top_k: Array  # [] int32; 0 keeps every token
     top_p: Array  # [] float32; 1 keeps every token
+    # greedy: every temperature is 0; sampled: no filter; filtered: top-k or top-p is on.
+    mode: str = struct.field(pytree_node=False, default="greedy")
+    # How a drafter draws: greedy (argmax), coupled (the target's own noise) or independent.
+    drafting: str = struct.field(pytree_node=False, default="greedy")
 
 
 class Reuse(Protocol):

@@ -400,9 +400,8 @@ def test_a_step_keeps_the_shape_of_its_state(name):
     drafter = METHODS[name]
     assert hash(drafter) == hash(METHODS[name])  # static: equal configs share a compile
     weights = params.abstract(target.table(TARGET)), params.abstract(drafter.table())
-    sampling = Sampling(
-        *(jax.ShapeDtypeStruct((), t) for t in (jnp.float32, jnp.int32, jnp.float32))
-    )
+    number = jax.ShapeDtypeStruct
+    sampling = Sampling(number((B,), jnp.float32), number((), jnp.int32), number((), jnp.float32))
     state = jax.eval_shape(lambda: initial(drafter))
     after, info = jax.eval_shape(partial(step, drafter, match), weights, sampling, state)
     assert jax.tree.structure(after) == jax.tree.structure(state)

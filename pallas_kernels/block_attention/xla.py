@@ -3,6 +3,13 @@
 Only chunks that some row sees are computed, so time follows the used context and not its
 capacity, and neither pass holds more scores than rows x chunk. The backward pass recomputes the
 probabilities from the saved log-sum-exp, as in FlashAttention-2 (Dao, arXiv 2307.08691).
+
+A decoding loop should write new rows to its cache *before* it attends (they lie outside the
+ranges). A read followed by an independent write makes XLA copy the whole cache, because the chunk
+loop holds it.
+
+All query rows that share a key/value head form one axis M = N * T * P, with P = H // G: K and V
+are never repeated, and XLA on CPU does not transpose K for a product with one free axis.
 """
 
 from functools import partial
@@ -10,7 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-CHUNK = 256  # context rows per step
+CHUNK = 128  # context rows per step
 
 
 def block_attention_xla(
@@ -23,21 +30,30 @@ def block_attention_xla(
     """
     batch, blocks, rows, heads, dim = q.shape
     kv_heads = ctx_k.shape[1]
-    # Group the query heads by the key/value head they share: K and V are never repeated.
-    grouped = q.reshape(batch, blocks, rows, kv_heads, heads // kv_heads, dim)
+    group = heads // kv_heads
+    grouped = q.reshape(batch, blocks, rows, kv_heads, group, dim).transpose(0, 3, 1, 2, 4, 5)
     out, lse = _attention(
         (scale, CHUNK if chunk is None else chunk),
-        grouped.transpose(0, 3, 1, 2, 4, 5),  # [B, G, N, T, P, D] with P = H // G
+        grouped.reshape(batch, kv_heads, blocks * rows * group, dim),
         ctx_k,
         ctx_v,
-        ctx_start,
-        ctx_end,
+        _per_query(ctx_start, q.shape, group),
+        _per_query(ctx_end, q.shape, group),
         tail_k,
         tail_v,
         tail_mask,
     )
-    out = out.transpose(0, 2, 3, 1, 4, 5).reshape(q.shape)
-    return out, lse.transpose(0, 2, 3, 1, 4).reshape(q.shape[:-1])
+    out = out.reshape(grouped.shape).transpose(0, 2, 3, 1, 4, 5).reshape(q.shape)
+    lse = lse.reshape(grouped.shape[:-1]).transpose(0, 2, 3, 1, 4).reshape(q.shape[:-1])
+    return out, lse
+
+
+def _per_query(bound, q_shape, group):
+    """A range bound [B, N, T or 1] as [B, 1, M, 1], or as [B, 1, 1, 1] where one serves all."""
+    batch, blocks, rows = q_shape[:3]
+    if bound.shape[1:] != (1, 1):
+        bound = jnp.broadcast_to(bound[..., None], (batch, blocks, rows, group))
+    return bound.reshape(batch, 1, -1, 1)
 
 
 def _dot(spec, a, b, dtype):
@@ -46,16 +62,14 @@ def _dot(spec, a, b, dtype):
 
 
 def _in_range(start, end, offset, size):
-    """[B, 1, N, T or 1, 1, C] bool: which of `size` context rows from `offset` a row sees."""
+    """[B, 1, M or 1, C] bool: which of the `size` context rows from `offset` on a query sees."""
     slot = offset + jnp.arange(size, dtype=jnp.int32)[None, None, None, :]
-    visible = (start[..., None] <= slot) & (slot < end[..., None])
-    return visible[:, None, :, :, None, :]
+    return (start <= slot) & (slot < end)
 
 
 def _chunk_bounds(start, end, capacity, chunk):
     """First and one past the last chunk that some row sees; rows with empty ranges do not count."""
     start, end = jnp.maximum(start, 0), jnp.minimum(end, capacity)
-    start, end = jnp.broadcast_arrays(start, end)
     empty = start >= end
     low = jnp.min(jnp.where(empty, capacity, start), initial=capacity)
     high = jnp.max(jnp.where(empty, 0, end), initial=0)
@@ -89,6 +103,21 @@ def _rows(ctx, offset, size):
     return jax.lax.dynamic_slice_in_dim(ctx, offset, size, axis=2)
 
 
+def _by_block(x, blocks):
+    """Split the query axis: [B, G, M, ...] -> [B, G, N, M / N, ...], as the tail needs it."""
+    return x.reshape(*x.shape[:2], blocks, x.shape[2] // blocks, *x.shape[3:])
+
+
+def _all_blocks(x):
+    """Undo `_by_block`."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def _tail_visible(tail_mask, group):
+    """[B or 1, 1, N or 1, T * P, R] bool."""
+    return jnp.repeat(tail_mask, group, axis=2)[:, None]
+
+
 def _fold(state, scores, visible, weigh):
     """One step of the online softmax; `weigh` multiplies probabilities with the values."""
     top, total, acc = state
@@ -106,79 +135,95 @@ def _attention(static, *args):
     return _forward(static, *args)[0]
 
 
-def _forward(static, q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask):
+def _forward(static, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
+    """q [B, G, M, D], start and end [B, 1, M or 1, 1], the others as in `block_attention`."""
     scale, chunk = static
     dtype = jnp.promote_types(q.dtype, jnp.float32)
+    blocks = tail_k.shape[1]
 
-    # The tail opens the softmax; derived from q so that the carry is typed alike under shard_map.
-    nothing = jnp.zeros_like(q[..., 0], dtype)
+    # The tail opens the softmax.
+    by_block = _by_block(q, blocks)  # [B, G, N, T * P, D]
+    nothing = jnp.zeros_like(by_block[..., 0], dtype)
     state = _fold(
-        (nothing - jnp.inf, nothing, jnp.zeros_like(q, dtype)),
-        _dot("bgntpd,bnrgd->bgntpr", q, tail_k, dtype) * scale,
-        tail_mask[:, None, :, :, None, :],
-        lambda probs: _dot("bgntpr,bnrgd->bgntpd", probs, tail_v, dtype),
+        (nothing - jnp.inf, nothing, jnp.zeros_like(by_block, dtype)),
+        _dot("bgnmd,bnrgd->bgnmr", by_block, tail_k, dtype) * scale,
+        _tail_visible(tail_mask, by_block.shape[3] // tail_mask.shape[2]),
+        lambda probs: _dot("bgnmr,bnrgd->bgnmd", probs, tail_v, dtype),
     )
 
     def body(offset, size, visible, state):
         keys, values = _rows(ctx_k, offset, size), _rows(ctx_v, offset, size)
-        scores = _dot("bgntpd,bgcd->bgntpc", q, keys, dtype) * scale
+        scores = _dot("bgmd,bgcd->bgmc", q, keys, dtype) * scale
         return _fold(
-            state, scores, visible, lambda probs: _dot("bgntpc,bgcd->bgntpd", probs, values, dtype)
+            state, scores, visible, lambda probs: _dot("bgmc,bgcd->bgmd", probs, values, dtype)
         )
 
-    top, total, acc = _for_each_chunk(ctx_start, ctx_end, ctx_k.shape[2], chunk, body, state)
+    state = tuple(map(_all_blocks, state))
+    top, total, acc = _for_each_chunk(start, end, ctx_k.shape[2], chunk, body, state)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
     out = (acc / total[..., None]).astype(q.dtype)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
-    saved = (q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask, out, lse)
-    return (out, lse), saved
+    return (out, lse), (q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask, out, lse)
 
 
 def _backward(static, saved, cotangents):
     scale, chunk = static
-    q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask, out, lse = saved
+    q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask, out, lse = saved
     d_out, d_lse = cotangents
     dtype = lse.dtype
-    safe_lse = jnp.where(lse == -jnp.inf, 0.0, lse)[..., None]
-    # d score = prob * (d_out . value - d_out . out + d_lse), scaled
-    shift = (jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1) - d_lse)[..., None]
+    lse = jnp.where(lse == -jnp.inf, 0.0, lse)
+    # d score = prob * (d_out . value - shift)
+    shift = jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1) - d_lse
 
-    def probs_and_d_scores(scores, d_probs, visible):
-        probs = jnp.exp(jnp.where(visible, scores * scale - safe_lse, -jnp.inf))
-        return probs, jnp.where(visible, probs * (d_probs - shift) * scale, 0.0)
+    def probs_and_d_scores(scores, d_probs, visible, lse, shift):
+        probs = jnp.exp(jnp.where(visible, scores * scale - lse[..., None], -jnp.inf))
+        d_scores = jnp.where(visible, probs * (d_probs - shift[..., None]) * scale, 0.0)
+        return probs, d_scores
 
-    probs, d_scores = probs_and_d_scores(
-        _dot("bgntpd,bnrgd->bgntpr", q, tail_k, dtype),
-        _dot("bgntpd,bnrgd->bgntpr", d_out, tail_v, dtype),
-        tail_mask[:, None, :, :, None, :],
+    d_q, d_tail_k, d_tail_v = _tail_gradients(
+        probs_and_d_scores, q, tail_k, tail_v, tail_mask, d_out, lse, shift
     )
-    d_q = _dot("bgntpr,bnrgd->bgntpd", d_scores, tail_k, dtype)
-    d_tail_k = _dot("bgntpr,bgntpd->bnrgd", d_scores, q, dtype).astype(tail_k.dtype)
-    d_tail_v = _dot("bgntpr,bgntpd->bnrgd", probs, d_out, dtype).astype(tail_v.dtype)
 
     def body(offset, size, visible, state):
         d_q, d_k, d_v = state
         keys, values = _rows(ctx_k, offset, size), _rows(ctx_v, offset, size)
         probs, d_scores = probs_and_d_scores(
-            _dot("bgntpd,bgcd->bgntpc", q, keys, dtype),
-            _dot("bgntpd,bgcd->bgntpc", d_out, values, dtype),
+            _dot("bgmd,bgcd->bgmc", q, keys, dtype),
+            _dot("bgmd,bgcd->bgmc", d_out, values, dtype),
             visible,
+            lse,
+            shift,
         )
 
-        def add(total, spec, left, right):  # each row is visible in one chunk: sums are exact
-            new = _dot(spec, left, right, dtype).astype(total.dtype)
+        def add(total, left, right):  # a context row is visible in one chunk only: sums are exact
+            new = _dot("bgmc,bgmd->bgcd", left, right, dtype).astype(total.dtype)
             new = new + _rows(total, offset, size)
             return jax.lax.dynamic_update_slice_in_dim(total, new, offset, axis=2)
 
-        d_q = d_q + _dot("bgntpc,bgcd->bgntpd", d_scores, keys, dtype)
-        d_k = add(d_k, "bgntpc,bgntpd->bgcd", d_scores, q)
-        d_v = add(d_v, "bgntpc,bgntpd->bgcd", probs, d_out)
-        return d_q, d_k, d_v
+        d_q = d_q + _dot("bgmc,bgcd->bgmd", d_scores, keys, dtype)
+        return d_q, add(d_k, d_scores, q), add(d_v, probs, d_out)
 
     state = (d_q, jnp.zeros_like(ctx_k), jnp.zeros_like(ctx_v))
-    d_q, d_k, d_v = _for_each_chunk(ctx_start, ctx_end, ctx_k.shape[2], chunk, body, state)
+    d_q, d_k, d_v = _for_each_chunk(start, end, ctx_k.shape[2], chunk, body, state)
     return d_q.astype(q.dtype), d_k, d_v, None, None, d_tail_k, d_tail_v, None
+
+
+def _tail_gradients(probs_and_d_scores, q, tail_k, tail_v, tail_mask, d_out, lse, shift):
+    """The tail's part of d_q, [B, G, M, D] not yet rounded, and d_tail_k, d_tail_v."""
+    dtype = lse.dtype
+    q, d_out, lse, shift = (_by_block(x, tail_k.shape[1]) for x in (q, d_out, lse, shift))
+    probs, d_scores = probs_and_d_scores(
+        _dot("bgnmd,bnrgd->bgnmr", q, tail_k, dtype),
+        _dot("bgnmd,bnrgd->bgnmr", d_out, tail_v, dtype),
+        _tail_visible(tail_mask, q.shape[3] // tail_mask.shape[2]),
+        lse,
+        shift,
+    )
+    d_q = _dot("bgnmr,bnrgd->bgnmd", d_scores, tail_k, dtype)
+    d_tail_k = _dot("bgnmr,bgnmd->bnrgd", d_scores, q, dtype).astype(tail_k.dtype)
+    d_tail_v = _dot("bgnmr,bgnmd->bnrgd", probs, d_out, dtype).astype(tail_v.dtype)
+    return _all_blocks(d_q), d_tail_k, d_tail_v
 
 
 _attention.defvjp(_forward, _backward)
