@@ -150,8 +150,9 @@ class RoundInfo:
 
     proposed: Array  # [B] int32
     accepted: Array  # [B] int32
-    emitted: Array  # [B] int32
+    emitted: Array  # [B] int32; 0 for rows that were done
     tokens: Array  # [B, W] int32: the emitted ones first
+    logprobs: Array  # [B, W or 0] float32: log softmax of the raw logits at these tokens
 
 
 @struct.dataclass
@@ -211,6 +212,10 @@ class Drafter(Protocol):
     """A frozen dataclass that is also its JSON config."""
 
     @property
+    def num_draft(self) -> int:
+        """K, the capacity of its proposals."""
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """The target layers it reads, in concatenation order."""
 
@@ -218,8 +223,8 @@ class Drafter(Protocol):
     def keeps(self) -> frozenset[str]:
         """The fields of `Rejected` that it reads."""
 
-    def init(self, batch: int, capacity: int) -> Any:
-        """The empty draft state."""
+    def init(self, batch: int, capacity: int, dtype: Any) -> Any:
+        """The empty draft state; `dtype` is that of the parameters."""
 
     def extend(
         self, params: Params, draft: Any, features: Array, positions: Array, count: Array

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from specjax.decoding import cache as kv
+from specjax.models import cache as kv
 from specjax.models import drafter as backbone
 from specjax.models import drafter_hf, params, target
+from specjax.models.layers import empty_cache
 from specjax.models.params import Param
 from specjax.models.visibility import ancestors
 from specjax.types import (
@@ -216,13 +217,13 @@ class Diffusion:
         reuse = self.reuse.table(DRAFTER) if self.reuse else {}
         return backbone.table(DRAFTER) | {"out": self.head.table(DRAFTER), "reuse": reuse}
 
-    def init(self, batch, capacity):
-        return kv.init(DRAFTER.layers, batch, capacity, jnp.float32)
+    def init(self, batch, capacity, dtype):
+        return empty_cache(DRAFTER.layers, batch, capacity, dtype)
 
     def extend(self, weights, draft, features, positions, count):
-        fused = backbone.fuse(DRAFTER, weights, features)[:, None]
-        k, v = backbone.context_rows(DRAFTER, weights, fused, positions[:, None])
-        return kv.commit(kv.write(draft, k, v), count)
+        fused = backbone.fuse(DRAFTER, weights, features)
+        k, v = backbone.context_rows(DRAFTER, weights, fused, positions)
+        return kv.append(draft, k, v, count)
 
     def propose(self, weights, vocabulary, draft, tokens, length, rejected, key, sampling):
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
@@ -245,7 +246,7 @@ class NGram:
     def table(self):
         return {}
 
-    def init(self, batch, capacity):
+    def init(self, batch, capacity, dtype):
         return ()
 
     def extend(self, weights, draft, features, positions, count):
@@ -317,7 +318,11 @@ def step(drafter, rule, weights, sampling, state):
         index = verdict.path.reshape(B, 1, W, *(1,) * (x.ndim - 3))
         return jnp.take_along_axis(x, index, axis=2)
 
-    cache = kv.write(state.target, tuple(map(by_path, out.k)), tuple(map(by_path, out.v)))
+    def in_order(rows):  # [B, G, S, D]: the verify rows, moved into committed order
+        where = jnp.broadcast_to(state.target.length[:, None], (B, W)) + verdict.path
+        taken = jnp.take_along_axis(rows, where[:, None, :, None], axis=2)
+        return kv.write(rows, taken.transpose(0, 2, 1, 3), state.target.length)
+
     moved = jnp.roll(tokens, -1, axis=1).at[:, -1].set(verdict.next_token)
     states = {
         "features": out.features[:, 0],
@@ -335,7 +340,9 @@ def step(drafter, rule, weights, sampling, state):
         done=state.length + verdict.emitted >= state.limit,
         key=state.key,
         round=state.round + 1,
-        target=kv.commit(cache, verdict.emitted),
+        target=kv.commit(
+            state.target, tuple(map(in_order, out.k)), tuple(map(in_order, out.v)), verdict.emitted
+        ),
         features=by_path(out.features)[:, 0],
         fresh=verdict.emitted,
         draft=draft,
@@ -351,7 +358,8 @@ def step(drafter, rule, weights, sampling, state):
             state.stats.histogram + (rows == verdict.accepted[:, None]).astype(jnp.int32),
         ),
     )
-    return new, RoundInfo(proposal.count, verdict.accepted, verdict.emitted, moved)
+    info = RoundInfo(proposal.count, verdict.accepted, verdict.emitted, moved, jnp.zeros((B, 0)))
+    return new, info
 
 
 def initial(drafter):
@@ -366,10 +374,10 @@ def initial(drafter):
         done=jnp.zeros((B,), bool),
         key=jax.random.split(jax.random.key(0), B),
         round=zeros((B,)),
-        target=kv.init(TARGET.layers, B, CAPACITY, jnp.float32),
+        target=empty_cache(TARGET.layers, B, CAPACITY, jnp.float32),
         features=jnp.zeros((B, W, width)),
         fresh=zeros((B,)),
-        draft=drafter.init(B, CAPACITY),
+        draft=drafter.init(B, CAPACITY, jnp.float32),
         rejected=Rejected(
             tokens=zeros((B, K if drafter.keeps else 0)),
             count=zeros((B,)),

@@ -14,7 +14,7 @@ def block_attention_reference(
     """
     batch, blocks, rows, heads, _ = q.shape
     kv_heads, capacity = ctx_k.shape[1:3]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
     # One key/value head per query head, context repeated for every block: [B, N, S + R, H, D].
     def all_rows(ctx, tail):

@@ -138,7 +138,7 @@ def _attention(static, *args):
 def _forward(static, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     """q [B, G, M, D], start and end [B, 1, M or 1, 1], the others as in `block_attention`."""
     scale, chunk = static
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     blocks = tail_k.shape[1]
 
     # The tail opens the softmax.

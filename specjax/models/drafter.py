@@ -196,6 +196,15 @@ def target_ids(params: Params, ids: Array) -> Array:
     return params["target_ids"][ids] if "target_ids" in params else ids
 
 
+def target_logits(config: DrafterConfig, params: Params, logits: Array) -> Array:
+    """Logits over the drafter's vocabulary as logits [..., V] over the target's: what a reduced
+    vocabulary lacks is impossible."""
+    if "target_ids" not in params:
+        return logits
+    nowhere = jnp.full((*logits.shape[:-1], config.vocab_size), -jnp.inf, logits.dtype)
+    return nowhere.at[..., params["target_ids"]].set(logits)
+
+
 def _kinds(config: DrafterConfig) -> list[tuple[int | None, bool]]:
     return list(zip(config.layers.windows, config.causal, strict=True))
 

@@ -7,15 +7,17 @@ the committed (or clean) rows before them its context.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_attention import block_attention
+from specjax.models import cache
 from specjax.models.params import Param, Table
 from specjax.models.rope import Rope, rotate
 from specjax.models.visibility import Visibility
-from specjax.types import Array, Params
+from specjax.types import Array, KVCache, Params
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,13 @@ def decoder_layer(
     context: tuple[Array, Array] | None,  # k, v [B, G, S, D]; None: the earlier blocks
     seen: Visibility,
     carried: tuple[Array, Array] | None = None,  # k, v [B, N, C, G, D]: tail rows before the own
+    write_at: Array | None = None,  # [B]: keep the rows of the one block in the context, from here
 ) -> tuple[Array, tuple[Array, Array]]:
     """One pre-norm layer: attention over context and tail, then SwiGLU.
 
     Returns:
-      The new residual stream [B, N, T, E] and the layer's own k, v rows [B, N, T, G, D].
+      The new residual stream [B, N, T, E] and the k, v [B, G, S, D] of the context: the one given,
+      with the own rows in it where `write_at` says so, or all rows of the pass.
     """
     attention = params["attention"]
     y = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
@@ -146,8 +150,15 @@ def decoder_layer(
     if carried is not None:
         tail_k = jnp.concatenate([carried[0], k], axis=2)
         tail_v = jnp.concatenate([carried[1], v], axis=2)
-    context_k, context_v = (as_context(k), as_context(v)) if context is None else context
-    out: Array = block_attention(
+    own = as_context(k), as_context(v)
+    if context is None:
+        context_k, context_v = own if x.shape[1] > 1 else (own[0][:, :, :0], own[1][:, :, :0])
+    else:
+        context_k, context_v = context
+        if write_at is not None:
+            context_k = cache.write(context_k, k[:, 0], write_at)
+            context_v = cache.write(context_v, v[:, 0], write_at)
+    out = block_attention(
         rotate(q, *rotation),
         context_k,
         context_v,
@@ -158,16 +169,21 @@ def decoder_layer(
         seen.tail_mask,
         scale=config.head_dim**-0.5,
     )
+    assert not isinstance(out, tuple)
     x = x + linear(out.reshape(*out.shape[:-2], -1), attention["o"])
-    return x + swiglu(rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params["mlp"]), (k, v)
+    return x + swiglu(rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params["mlp"]), (
+        own if context is None else (context_k, context_v)
+    )
 
 
 def as_context(rows: Array) -> Array:
-    """Rows [B, N, T, G, D] of consecutive blocks as one context [B, G, N * T, D].
-
-    A single block has nothing before it: its context is empty.
-    """
+    """Rows [B, N, T, G, D] of consecutive blocks as one context [B, G, N * T, D]."""
     B, N, T, G, D = rows.shape
-    if N == 1:
-        return jnp.zeros((B, G, 0, D), rows.dtype)
     return rows.reshape(B, N * T, G, D).transpose(0, 2, 1, 3)
+
+
+def empty_cache(config: LayerConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
+    """A cache for every layer of the stack."""
+    return cache.init(
+        config.num_layers, config.num_kv_heads, config.head_dim, batch, capacity, dtype
+    )

@@ -48,8 +48,8 @@ class Output:
 
     hidden: Array  # [B, N, T, E] after the final norm
     features: Array  # [B, N, T, F]: tapped residual streams, concatenated in tap order
-    k: tuple[Array, ...]  # L x [B, N, T, G, D]: the rows' own keys, for the cache
-    v: tuple[Array, ...]  # L x [B, N, T, G, D]
+    k: tuple[Array, ...]  # L x [B, G, S, D]: the cache's keys with the new rows behind its length,
+    v: tuple[Array, ...]  # L x [B, G, S, D]  or, without a cache, those of all rows of the pass
 
 
 def config_from_hf(config: Mapping[str, Any]) -> TargetConfig:
@@ -165,7 +165,9 @@ def forward(
 
     Rows of a block see each other causally by position. With a cache as context (decoding) they
     also see its committed rows; without one the context is the pass's own earlier rows, which
-    makes it a pass over packed documents in N chunks (or, with N = 1, over a whole text).
+    makes it a pass over packed documents in N chunks (or, with N = 1, over a whole text). With a
+    cache and one block, the new rows are written behind the committed ones; they stay dead until
+    `cache.commit`.
 
     Args:
       config: the target.
@@ -205,10 +207,17 @@ def forward(
     rotation = rope.rotation(config.layers.rope, positions, config.layers.head_dim)
     x = params["embed"][tokens]
     keys, values, tapped = [], [], {}
+    write_at = context.length if context is not None and N == 1 else None
     for i, layer in enumerate(params["layers"]):
         rows = None if context is None else (context.k[i], context.v[i])
         x, (k, v) = decoder_layer(
-            config.layers, layer, x, rotation, rows, seen[config.layers.windows[i]]
+            config.layers,
+            layer,
+            x,
+            rotation,
+            rows,
+            seen[config.layers.windows[i]],
+            write_at=write_at,
         )
         keys.append(k)
         values.append(v)

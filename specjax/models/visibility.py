@@ -61,7 +61,7 @@ def visibility(
         raise ValueError("tail_start without tail_positions: the tail is the block itself")
     if tail_start is None:
         tail_start = context_start
-        if not own_block and start is not None and context_start.ndim == 3:
+        if not own_block and context_start is not None and context_start.ndim == 3:
             raise ValueError("context_start differs by row: give tail_start for the tail rows")
 
     tail = positions if own_block else tail_positions

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from specjax.decoding import cache as kv
+from specjax.models import cache as kv
 from specjax.models import drafter, drafter_hf, hub
+from specjax.models.layers import empty_cache
 from specjax.types import Vocabulary
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "drafters.npz")
@@ -36,7 +37,7 @@ def load(directory, target, config, **kwargs):
 
 def committed(loaded, features, capacity=32):
     """A context cache that holds the given features [B, M, F], poisoned behind them."""
-    cache = kv.init(loaded.config.layers, features.shape[0], capacity, jnp.float32)
+    cache = empty_cache(loaded.config.layers, features.shape[0], capacity, jnp.float32)
     cache = cache.replace(k=tuple(k + 1e4 for k in cache.k), v=tuple(v - 1e4 for v in cache.v))
     return extend(loaded, cache, features)
 
@@ -49,9 +50,9 @@ def extend(loaded, cache, features):
 def _extend(config, params, cache, features):
     rows = features.shape[1]
     positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
-    fused = drafter.fuse(config, params, features)[:, None]
-    k, v = drafter.context_rows(config, params, fused, positions[:, None])
-    return kv.commit(kv.write(cache, k, v), jnp.full(features.shape[:1], rows, jnp.int32))
+    fused = drafter.fuse(config, params, features)
+    k, v = drafter.context_rows(config, params, fused, positions)
+    return kv.append(cache, k, v, jnp.full(features.shape[:1], rows, jnp.int32))
 
 
 def hidden(loaded, cache, block):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from specjax.decoding import cache as kv
+from specjax.models import cache as kv
 from specjax.models import hub, params, target
+from specjax.models.layers import empty_cache
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "targets.npz")
 TOKENS = jnp.asarray(GOLDEN["tokens"])
@@ -35,7 +36,7 @@ def logits(loaded, hidden):
 
 def cached(loaded, tokens, chunk):
     """Runs the text in chunks behind a cache, then returns all hidden states."""
-    cache = kv.init(loaded.config.layers, tokens.shape[0], 32, jnp.float32)
+    cache = empty_cache(loaded.config.layers, tokens.shape[0], 32, jnp.float32)
     # Dead rows may hold anything finite.
     cache = cache.replace(k=tuple(k + 1e4 for k in cache.k), v=tuple(v - 1e4 for v in cache.v))
     states = []
@@ -46,7 +47,7 @@ def cached(loaded, tokens, chunk):
             loaded.config, loaded.params, piece[:, None], positions[:, None], context=cache
         )
         count = jnp.full(tokens.shape[:1], piece.shape[1], jnp.int32)
-        cache = kv.commit(kv.write(cache, out.k, out.v), count)
+        cache = kv.commit(cache, out.k, out.v, count)
         states.append(out.hidden[:, 0])
     return jnp.concatenate(states, axis=1)
 
@@ -122,14 +123,14 @@ def test_verify_rows_equal_single_steps_at_any_capacity(tmp_path):  # case A4
     loaded = load(tiny.target_config("qwen3"), tmp_path / "m")
     want = logits(loaded, whole(loaded, TOKENS[:, :16]).hidden[:, 0])[:, 11:]
     for capacity in (16, 19, 64):
-        cache = kv.init(loaded.config.layers, 2, capacity, jnp.float32)
+        cache = empty_cache(loaded.config.layers, 2, capacity, jnp.float32)
         for rows in (11, 5):
             piece = jax.lax.dynamic_slice_in_dim(TOKENS, int(cache.length[0]), rows, axis=1)
             positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
             out = forward(
                 loaded.config, loaded.params, piece[:, None], positions[:, None], context=cache
             )
-            cache = kv.commit(kv.write(cache, out.k, out.v), jnp.full((2,), rows, jnp.int32))
+            cache = kv.commit(cache, out.k, out.v, jnp.full((2,), rows, jnp.int32))
         np.testing.assert_allclose(logits(loaded, out.hidden[:, 0]), want, atol=1e-5, rtol=1e-5)
 
 

@@ -1,0 +1,163 @@
+"""Drafters as the loop sees them: the block-diffusion backbone, prompt lookup, and none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specjax.decoding.sampling import argmax, choose, law, position_noise
+from specjax.models import cache
+from specjax.models import drafter as backbone
+from specjax.models.drafter import DrafterConfig
+from specjax.models.layers import empty_cache
+from specjax.types import Array, KVCache, Params, Proposal, Rejected, Sampling, Vocabulary
+
+
+@dataclass(frozen=True)
+class Plain:
+    """No drafter: every round is one token of the target. The baseline of every speed-up."""
+
+    num_draft = 0
+    taps: ClassVar[tuple[int, ...]] = ()
+    keeps: ClassVar[frozenset[str]] = frozenset()
+
+    def init(self, batch: int, capacity: int, dtype: Any) -> Any:
+        """No state."""
+        return ()
+
+    def extend(
+        self, params: Params, draft: Any, features: Array, positions: Array, count: Array
+    ) -> Any:
+        """Reads nothing."""
+        return draft
+
+    def propose(
+        self,
+        params: Params,
+        vocabulary: Vocabulary,
+        draft: Any,
+        tokens: Array,
+        length: Array,
+        rejected: Rejected,
+        key: Array,
+        sampling: Sampling,
+    ) -> tuple[Proposal, Any]:
+        """Proposes nothing."""
+        empty = jnp.zeros((tokens.shape[0], 0), jnp.int32)
+        return Proposal(empty, jnp.zeros_like(length)), draft
+
+
+@dataclass(frozen=True)
+class NGram(Plain):
+    """Prompt lookup: proposes what followed the last tokens the time before.
+
+    Attributes:
+      num_draft: most tokens of a proposal.
+      longest: length of the longest suffix that is looked up; shorter ones follow.
+    """
+
+    num_draft: int = 7
+    longest: int = 3
+
+    def propose(
+        self,
+        params: Params,
+        vocabulary: Vocabulary,
+        draft: Any,
+        tokens: Array,
+        length: Array,
+        rejected: Rejected,
+        key: Array,
+        sampling: Sampling,
+    ) -> tuple[Proposal, Any]:
+        """The continuation of the latest earlier occurrence of the longest known suffix."""
+        row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        last = length[:, None] - 1
+        same = row < last
+        found = jnp.full_like(length, -1)
+        for n in range(self.longest):  # `same`: the n + 1 tokens up to here equal the suffix
+            suffix = jnp.take_along_axis(tokens, jnp.maximum(last - n, 0), axis=1)
+            shifted = jnp.pad(tokens, ((0, 0), (n, 0)), constant_values=-1)[:, : tokens.shape[1]]
+            same = same & (shifted == suffix) & (last >= n)
+            latest = jnp.max(jnp.where(same, row, -1), axis=1)
+            found = jnp.where(latest >= 0, latest, found)
+        following = found[:, None] + 1 + jnp.arange(self.num_draft, dtype=jnp.int32)[None]
+        proposed = jnp.take_along_axis(tokens, following, axis=1, mode="clip")
+        count = jnp.where(found >= 0, jnp.minimum(self.num_draft, length - 1 - found), 0)
+        return Proposal(proposed, count), draft
+
+
+@dataclass(frozen=True)
+class DFlash:
+    """The block-diffusion backbone, every slot decided by itself.
+
+    Attributes:
+      config: the network.
+      num_draft: drafts sent to verification; the block itself always has its trained size.
+    """
+
+    config: DrafterConfig
+    num_draft: int
+    keeps: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.config.check_num_draft(self.num_draft)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target layers it reads."""
+        return self.config.taps
+
+    def init(self, batch: int, capacity: int, dtype: Any) -> KVCache:
+        """An empty context."""
+        return empty_cache(self.config.layers, batch, capacity, dtype)
+
+    def extend(
+        self, params: Params, draft: KVCache, features: Array, positions: Array, count: Array
+    ) -> KVCache:
+        """Fuses committed rows and keeps their keys and values; rows past `count` stay dead."""
+        fused = backbone.fuse(self.config, params, features)
+        k, v = backbone.context_rows(self.config, params, fused, positions)
+        return cache.append(draft, k, v, count)
+
+    def propose(
+        self,
+        params: Params,
+        vocabulary: Vocabulary,
+        draft: KVCache,
+        tokens: Array,
+        length: Array,
+        rejected: Rejected,
+        key: Array,
+        sampling: Sampling,
+    ) -> tuple[Proposal, KVCache]:
+        """One pass over the block behind the anchor; its first `num_draft` predictions."""
+        position = length - 1
+        anchor = jnp.take_along_axis(tokens, position[:, None], axis=1)[:, 0]
+        block = backbone.draft_block(self.config, anchor, position)
+        hidden = backbone.forward(self.config, params, vocabulary, block, draft)[:, 0]
+        first = self.config.first_slot
+        hidden = hidden[:, first : first + self.num_draft]
+        logits = backbone.unembed(self.config, params, vocabulary, hidden)  # [B, K, V]
+        count = jnp.full_like(length, self.num_draft)
+        kept = hidden if "draft_hidden" in self.keeps else None
+        if sampling.drafting == "greedy":
+            ids = backbone.target_ids(params, argmax(logits))
+            return Proposal(ids, count, hidden=kept), draft
+        logits = backbone.target_logits(self.config, params, logits)
+        noise = self._noise(sampling, key, position, logits.shape[-1])
+        drawn = choose(logits, sampling, noise)
+        # Coupled drafts are verified by equality, which needs no law.
+        q = None if sampling.drafting == "coupled" else law(logits, sampling)
+        return Proposal(drawn, count, q, hidden=kept), draft
+
+    def _noise(self, sampling: Sampling, key: Array, position: Array, vocab: int) -> Array:
+        """Gumbel noise [B, K, V]: the target's own by position, or of the round's draft stream."""
+        if sampling.drafting == "coupled":
+            rows = position[:, None] + 1 + jnp.arange(self.num_draft + 1, dtype=jnp.int32)[None]
+            return position_noise(key, rows, vocab)[:, : self.num_draft]  # as the verifier's call
+        draw = jax.vmap(lambda k: jax.random.gumbel(k, (self.num_draft, vocab), jnp.float32))
+        return draw(key)

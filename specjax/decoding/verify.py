@@ -1,0 +1,132 @@
+"""Verification rules: which drafts are kept and what the next token's law is.
+
+Every rule is a pure function of one row; `jax.vmap` lifts it over a batch. Row k of `p` is the
+target's processed law (see `sampling.law`) behind the anchor and the first k drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from specjax.types import Array, SparseLaw
+
+# A residual this small is rounding: p and q agree, and it is drawn from as rarely as it is small.
+_NEAR_ZERO = 1e-9
+
+
+@dataclass(frozen=True)
+class RuleNeeds:
+    """What the loop must provide for a rule.
+
+    Attributes:
+      drafting: the ways of drafting under which the output has the target's law.
+      law: whether it reads the law that produced each draft. An argmax has none: a soft law with
+        argmax drafts biases the output.
+      noise: "position": the target's own choices, keyed by absolute position (`position_noise`);
+        "round": fresh uniforms and a fresh draw from the law it returns (`round_keys`).
+    """
+
+    drafting: tuple[str, ...]
+    law: bool
+    noise: str
+
+
+RULES = {
+    "match": RuleNeeds(("greedy", "coupled", "independent"), law=False, noise="position"),
+    "token": RuleNeeds(("greedy", "independent"), law=True, noise="round"),
+}
+
+
+def check_rule(name: str, drafting: str) -> None:
+    """Checks that a rule exists and keeps the target's law with this way of drafting.
+
+    Raises:
+      ValueError: an unknown rule, or one that the way of drafting would bias.
+    """
+    if name not in RULES:
+        raise ValueError(f"verify={name!r} is unknown: choose from {', '.join(RULES)}")
+    allowed = RULES[name].drafting
+    if drafting not in allowed:
+        raise ValueError(
+            f"verify={name!r} with drafting={drafting!r} would not sample from the target: this "
+            "rule needs fresh noise in every round, and noise shared by position comes back when "
+            "a rejected position is drafted again; use verify='match', or drafting="
+            + " or ".join(map(repr, allowed))
+        )
+
+
+def match(choice: Array, tokens: Array, count: Array) -> Array:
+    """Accepts drafts while they equal the target's own choices; exact whatever the drafter does.
+
+    Args:
+      choice: [W] int32, the target's token behind every verify row: argmax or a draw.
+      tokens: [K] int32 drafts; those at or past `count` are not read.
+      count: [] int32, how many drafts are real, at most K.
+
+    Returns:
+      accepted, [] int32: the next token is `choice[accepted]`, never a new draw.
+    """
+    slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    return _prefix((choice[: tokens.shape[0]] == tokens) & (slots < count))
+
+
+def token(
+    p: Array, q: Array | SparseLaw | None, tokens: Array, count: Array, uniforms: Array
+) -> tuple[Array, Array]:
+    """Speculative sampling: accepts draft d with probability min(1, p(d) / q(d)), left to right.
+
+    The output has the target's law if `q` is the law that produced the drafts and the uniforms
+    are fresh. Source: Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318).
+
+    Args:
+      p: [W, V] float32, the target's processed laws.
+      q: the processed laws that produced the drafts: [K, V] float32; or one row of a `SparseLaw`
+        (ids and probs [K, C], ids distinct and inside the vocabulary, padding has probability 0;
+        a repeated id counts with the sum of its probabilities); or None, a point mass on each
+        draft: the law of argmax drafts, and exact for any other, but then it accepts like match.
+      tokens: [K] int32 drafts; those at or past `count` are not read, nor their q.
+      count: [] int32, how many drafts are real, at most K.
+      uniforms: [K] float32 in [0, 1), fresh in every round.
+
+    Returns:
+      accepted, [] int32, and the law [V] float32 of the next token: the residual (p - q)_+ at the
+      first rejection, normalised (p itself if it vanishes), or `p[accepted]` if all were accepted.
+    """
+    K = tokens.shape[0]
+    if K == 0:
+        return jnp.int32(0), p[0]
+    slots = jnp.arange(K, dtype=jnp.int32)
+    # A product, not a quotient: q(d) = 0 divides nothing, and p(d) = 0 is never accepted.
+    accept = uniforms * _probability(q, tokens) < p[slots, tokens]
+    accepted = _prefix(accept & (slots < count))
+    behind = p[accepted]
+    rest = _residual(behind, q, tokens, jnp.minimum(accepted, K - 1))
+    total = jnp.sum(rest)
+    usable = (accepted < count) & (total > _NEAR_ZERO)
+    return accepted, jnp.where(usable, rest / jnp.where(usable, total, 1.0), behind)
+
+
+def _prefix(accept: Array) -> Array:
+    """How many of accept [K] are true before the first that is not."""
+    return jnp.sum(jnp.cumprod(accept.astype(jnp.int32)))
+
+
+def _probability(q: Array | SparseLaw | None, tokens: Array) -> Array:
+    """q(d) of every draft, [K]."""
+    if q is None:
+        return jnp.ones(tokens.shape, jnp.float32)
+    if isinstance(q, SparseLaw):
+        return jnp.sum(jnp.where(q.ids == tokens[:, None], q.probs, 0.0), axis=-1)
+    return q[jnp.arange(tokens.shape[0], dtype=jnp.int32), tokens]
+
+
+def _residual(p: Array, q: Array | SparseLaw | None, tokens: Array, slot: Array) -> Array:
+    """(p - q)_+ of p [V] and the law of one slot, not normalised."""
+    if q is None:
+        vocabulary = jnp.arange(p.shape[0], dtype=jnp.int32)
+        return jnp.where(vocabulary == tokens[slot], 0.0, p)
+    if isinstance(q, SparseLaw):
+        return jnp.maximum(p.at[q.ids[slot]].add(-q.probs[slot]), 0.0)
+    return jnp.maximum(p - q[slot], 0.0)

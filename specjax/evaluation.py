@@ -1,0 +1,295 @@
+"""What a drafter is worth: acceptance length, stage times, speed-up, and proof of equal output.
+
+Every prompt is decoded with and without the drafter in one process, the two arms in turn, by the
+same loop under the same settings. Outputs are compared: a difference counts as a near tie where
+the two best scores of plain decoding are closer than `NEAR_TIE`, else as a violation.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decoding import loop, request
+from specjax.decoding.generate import compiles, generate, started
+from specjax.decoding.sampling import filtered, make_sampling, position_noise, row_keys
+from specjax.decoding.stats import (
+    PromptStats,
+    acceptance_length,
+    acceptance_per_position,
+    acceptance_rate,
+    conditional_acceptance,
+    verify_efficiency,
+)
+from specjax.models import target as networks
+from specjax.models.hub import Target
+
+NEAR_TIE = 1e-3  # gap of the two best scores below which float32 rounding may swap them
+
+
+@dataclass
+class Arm:
+    """The rounds and times of one way of decoding."""
+
+    stats: list[PromptStats] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    def add(self, stats: PromptStats, seconds: float) -> None:
+        """Counts one decoded prompt."""
+        self.stats.append(stats)
+        self.seconds.append(seconds)
+        self.tokens += stats.new_tokens - 1  # the first one comes from the prefill
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Total new tokens over total time, prefills excluded."""
+        return self.tokens / sum(self.seconds) if sum(self.seconds) else 0.0
+
+
+def read_prompts(file: str | Path, limit: int | None = None) -> list[list[Any]]:
+    """Prompts of a JSON lines file with `prompt`, `messages` or `turns`, each as a list of turns.
+
+    Raises:
+      ValueError: a line with none of the keys, or a file without prompts.
+    """
+    prompts: list[list[Any]] = []
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or (limit is not None and len(prompts) >= limit):
+            continue
+        row = json.loads(line)
+        if "turns" in row:
+            prompts.append(list(row["turns"]))
+        elif "messages" in row:
+            prompts.append([row["messages"]])
+        elif "prompt" in row:
+            prompts.append([row["prompt"]])
+        else:
+            raise ValueError(f"{file}:{number} has none of prompt, messages, turns: {sorted(row)}")
+    if not prompts:
+        raise ValueError(f"{file} holds no prompts")
+    return prompts
+
+
+def evaluate(
+    target: Target,
+    drafter: Any,
+    prompts: Sequence[Any],
+    *,
+    max_new_tokens: int = 128,
+    repeats: int = 1,
+    progress: Any = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Decodes every prompt with and without the drafter and says what was gained.
+
+    Args:
+      target: the model.
+      drafter: as for `generate`; None measures plain decoding alone.
+      prompts: text, messages or ids; or lists of turns from `read_prompts`.
+      max_new_tokens: per answer.
+      repeats: timed passes over all prompts.
+      progress: called with (done, total) after every answer.
+      **settings: temperature, top_k, top_p, seed, num_draft, verify, ... of `generate`.
+
+    Returns:
+      One JSON object: `tau` (pooled over rounds, bonus included), `tau_macro` (mean over answers),
+      `acceptance_per_position`, `conditional_acceptance`, `tokens_per_s`, `plain_tokens_per_s`,
+      `speedup` (ratio of totals), `identical`, `near_ties`, `violations`, `rounds`, `stage_ms`,
+      and what was measured.
+    """
+    speculative, plain = Arm(), Arm()
+    identical, ties, violations = 0, 0, []
+    shared = {k: v for k, v in settings.items() if k not in ("num_draft", "verify")}
+    made: Any = None
+    out: Any
+    total = repeats * sum(len(turns) for turns in map(_turns, prompts))
+    answers = 0
+    for repeat in range(repeats):
+        for index, ids in _dialogues(target, prompts, max_new_tokens, shared):
+            for arm, extra in ((plain, {}), (speculative, {"drafter": drafter, **settings})):
+                if arm is speculative and drafter is None:
+                    continue
+                call = {**shared, **extra, "max_new_tokens": max_new_tokens}
+                out = _without_compiling(target, ids, call)
+                arm.add(out.stats, out.seconds)
+                if arm is plain:
+                    want = out.tokens
+                else:
+                    made = out
+            answers += 1
+            if progress is not None:
+                progress(answers, total)
+            if drafter is None or repeat:
+                continue
+            if made.tokens == want:
+                identical += 1
+            elif _near_tie(target, ids, want, made.tokens, shared):
+                ties += 1
+            else:
+                violations.append(index)
+    report = _report(speculative if drafter is not None else plain)
+    if drafter is not None:
+        report |= {
+            "plain_tokens_per_s": round(plain.tokens_per_s, 2),
+            "speedup": round(speculative.tokens_per_s / plain.tokens_per_s, 3),
+            "identical": identical,
+            "near_ties": ties,
+            "violations": len(violations),
+            "violating_prompts": violations[:20],
+            "stage_ms": stage_ms(target, drafter, ids, max_new_tokens=max_new_tokens, **settings),
+            "settings": made.settings,
+        }
+    first = speculative.stats or plain.stats
+    return report | {
+        "target": target.name,
+        "drafter": getattr(drafter, "name", type(drafter).__name__) if drafter else None,
+        "answers": len(first) // repeats,
+        "repeats": repeats,
+        "max_new_tokens": max_new_tokens,
+        "asked": {key: value for key, value in settings.items() if value is not None},
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def _without_compiling(target: Target, ids: list[int], call: dict[str, Any]) -> Any:
+    """One answer whose time holds no compilation: an answer that compiled is made again."""
+    while True:
+        before = compiles()
+        out = generate(target, ids, **call)
+        if compiles() == before:
+            return out
+
+
+def sweep(
+    target: Target, drafter: Any, prompts: Sequence[Any], drafts: Sequence[int], **settings: Any
+) -> list[dict[str, Any]]:
+    """Evaluates every draft length; the fastest one is a property of the device."""
+    return [evaluate(target, drafter, prompts, num_draft=k, **settings) for k in drafts]
+
+
+def stage_ms(
+    target: Target, drafter: Any, prompt: Any, *, rounds: int = 12, **settings: Any
+) -> dict[str, float]:
+    """Median milliseconds of the stages of one round, from a pass of its own with barriers.
+
+    Barriers slow the loop down, so these never come from the pass that gives the speed-up.
+    """
+    decoder, weights, sampling, stops, state = started(target, prompt, drafter=drafter, **settings)
+    drafting = jax.jit(loop.draft, static_argnums=0)
+    verifying = jax.jit(loop.verify, static_argnums=0)
+    committing = jax.jit(loop.commit, static_argnums=0)
+    times: dict[str, list[float]] = {"draft": [], "verify": [], "other": []}
+
+    def timed(stage: str, function: Any, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(function(*arguments))
+        times[stage].append((time.perf_counter() - begin) * 1e3)
+        return result
+
+    for _ in range(rounds):
+        proposal, context = timed("draft", drafting, decoder, weights, sampling, state)
+        verdict, verified = timed(
+            "verify", verifying, decoder, weights, sampling, stops, state, proposal
+        )
+        state, _ = timed(
+            "other", committing, decoder, stops, state, proposal, context, verdict, verified
+        )
+        state = replace(state, done=jnp.zeros_like(state.done))
+    return {stage: round(statistics.median(values[2:]), 3) for stage, values in times.items()}
+
+
+def _report(arm: Arm) -> dict[str, Any]:
+    emitted = [n for stats in arm.stats for n in stats.emitted]
+    accepted = [n for stats in arm.stats for n in stats.accepted]
+    drafted = [n for stats in arm.stats for n in stats.drafted]
+    slots = max(drafted, default=0)
+    each = [stats.tau for stats in arm.stats if stats.tau is not None]
+    tau = acceptance_length(emitted)
+    return {
+        "tau": None if tau is None else round(tau, 4),
+        "tau_macro": round(statistics.fmean(each), 4) if each else None,
+        "tau_untruncated": round(1 + sum(accepted) / len(accepted), 4) if accepted else None,
+        "acceptance_rate": acceptance_rate(accepted, drafted),
+        "acceptance_per_position": acceptance_per_position(accepted, slots),
+        "conditional_acceptance": conditional_acceptance(accepted, slots),
+        "verify_efficiency": verify_efficiency(emitted, drafted),
+        "rounds": len(emitted),
+        "new_tokens": sum(stats.new_tokens for stats in arm.stats),
+        "tokens_per_s": round(arm.tokens_per_s, 2),
+    }
+
+
+def _turns(prompt: Any) -> list[Any]:
+    return prompt if isinstance(prompt, list) and prompt and _is_prompt(prompt[0]) else [prompt]
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str | list)
+
+
+def _dialogues(
+    target: Target, prompts: Sequence[Any], max_new_tokens: int, shared: dict[str, Any]
+) -> Iterator[tuple[int, list[int]]]:
+    """Token ids of every turn; the history of a later turn is plain decoding's own answer, so
+    that all arms see the same prompts."""
+    for index, prompt in enumerate(prompts):
+        turns = _turns(prompt)
+        history: list[dict[str, str]] = []
+        for number, turn in enumerate(turns):
+            asked: Any = turn
+            if isinstance(turn, str) and (len(turns) > 1 or _chats(target)):
+                history.append({"role": "user", "content": turn})
+                asked = history
+            yield index, request.token_ids(target, asked, enable_thinking=False)
+            if number + 1 < len(turns):
+                out: Any = generate(target, asked, max_new_tokens=max_new_tokens, **shared)
+                history.append({"role": "assistant", "content": out.text})
+
+
+def _chats(target: Target) -> bool:
+    return target.has_tokenizer and bool(target.tokenizer.chat_template)
+
+
+def _near_tie(
+    target: Target, ids: list[int], want: list[int], got: list[int], shared: dict[str, Any]
+) -> bool:
+    """Whether the first difference stands where plain decoding nearly ties."""
+    at = next((i for i, pair in enumerate(zip(want, got)) if pair[0] != pair[1]), None)  # noqa: B905
+    if at is None:
+        return False  # one is a prefix of the other: no rounding does that
+    text = [*ids, *want[:at]]
+    size = 128
+    while size < len(text):
+        size *= 2
+    padded = np.zeros((1, 1, size), np.int32)
+    padded[0, 0, : len(text)] = text
+    positions = jnp.arange(size, dtype=jnp.int32)[None, None]
+    out = _whole(target.config, target.params, jnp.asarray(padded), positions)
+    last = out.hidden[:, 0, len(text) - 1][:, None]
+    logits = networks.unembed(networks.vocabulary(target.params), last)
+    values = request.sampling_values(
+        target, shared.get("temperature"), shared.get("top_k"), shared.get("top_p"), 1
+    )
+    V = target.config.vocab_size
+    sampling = make_sampling(**values, batch=1, vocab_size=V, drafting="greedy")
+    scores = filtered(logits, sampling)
+    if sampling.mode != "greedy":
+        keys = row_keys(shared.get("seed", 0), jnp.zeros(1, jnp.uint32))
+        noise = position_noise(keys, jnp.full((1, 1), len(text), jnp.int32), V)
+        scores = scores + sampling.temperature[:, None, None] * noise
+    best = jax.lax.top_k(scores, 2)[0][0, 0]
+    return bool(best[0] - best[1] < NEAR_TIE)
+
+
+_whole = jax.jit(networks.forward, static_argnums=0)

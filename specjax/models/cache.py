@@ -1,0 +1,50 @@
+"""The key/value cache: rows are written behind the committed ones, and committed by a length."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, KVCache
+
+
+def init(
+    layers: int, kv_heads: int, head_dim: int, batch: int, capacity: int, dtype: Any
+) -> KVCache:
+    """An empty cache. Every leaf is an allocation of its own, so that all can be donated."""
+
+    def arrays() -> tuple[Array, ...]:
+        return tuple(jnp.zeros((batch, kv_heads, capacity, head_dim), dtype) for _ in range(layers))
+
+    return KVCache(k=arrays(), v=arrays(), length=jnp.zeros((batch,), jnp.int32))
+
+
+def write(rows: Array, new: Array, start: Array) -> Array:
+    """Writes new [B, T, G, D] into rows [B, G, S, D] of one layer, from start [B] on.
+
+    The caller keeps `start + T <= S` for every batch row, finished ones too: an update that does
+    not fit is moved back by JAX and would overwrite committed rows. Write before attending: a read
+    that is followed by an independent write makes XLA copy the cache.
+    """
+    new = new.transpose(0, 2, 1, 3)
+    # One update per batch row: XLA keeps these in place, a scatter over rows it does not.
+    for b in range(rows.shape[0]):
+        rows = jax.lax.dynamic_update_slice(rows, new[b : b + 1], (b, 0, start[b], 0))
+    return rows
+
+
+def append(cache: KVCache, k: tuple[Array, ...], v: tuple[Array, ...], count: Array) -> KVCache:
+    """Writes rows L x [B, T, G, D] and commits the first `count` [B] of them."""
+
+    def written(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(write(a, b, cache.length) for a, b in zip(old, new, strict=True))
+
+    return KVCache(written(cache.k, k), written(cache.v, v), cache.length + count)
+
+
+def commit(cache: KVCache, k: tuple[Array, ...], v: tuple[Array, ...], count: Array) -> KVCache:
+    """Takes arrays L x [B, G, S, D] that hold new rows already, and commits `count` [B] of them."""
+    return replace(cache, k=k, v=v, length=cache.length + count)
