@@ -1,4 +1,4 @@
-"""The command line: specjax {generate, info, convert}."""
+"""The command line: specjax {generate, eval, info, convert}."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,13 +15,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     make = commands.add_parser("generate", help="decode a prompt")
-    make.add_argument(
-        "--target", default="stories260k", help="packaged name, directory, .gguf or hub id"
-    )
+    _add_models(make)
     make.add_argument("--prompt", default="Once upon a time")
     make.add_argument("--max-new-tokens", type=int, default=200)
-    make.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto")
+    make.add_argument("--seed", type=int, default=0)
     make.set_defaults(run=_generate)
+
+    measure = commands.add_parser("eval", help="measure a drafter: acceptance, speed-up, equality")
+    _add_models(measure)
+    measure.add_argument("--prompts", required=True, help="JSON lines of prompt, messages or turns")
+    measure.add_argument("--limit", type=int, help="use the first so many prompts")
+    measure.add_argument("--max-new-tokens", type=int, default=128)
+    measure.add_argument("--repeats", type=int, default=1, help="timed passes over all prompts")
+    measure.add_argument("--sweep", action="store_true", help="try draft lengths")
+    measure.add_argument("--json", help="write the report here")
+    measure.set_defaults(run=_eval)
 
     info = commands.add_parser("info", help="say what checkpoints are and which fit together")
     info.add_argument("names", nargs="+", metavar="PATH", help="target or drafter, as for generate")
@@ -34,22 +43,103 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"specjax: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _generate(args: argparse.Namespace) -> None:
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", default="stories260k", help="packaged name, directory, .gguf or hub id"
+    )
+    parser.add_argument("--drafter", help="packaged name, directory, hub id, or ngram")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto")
+    parser.add_argument("--num-draft", type=int, help="drafts verified per round")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--verify", default="auto", help="auto, match, match-independent or token")
+
+
+def _models(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
+    """Target, drafter and the settings that `generate` takes."""
     import specjax
 
     target = specjax.load_target(args.target, dtype=args.dtype)
-    print(f"{args.target}: compiling, once per shape ...", file=sys.stderr)
-    out = specjax.generate(target, args.prompt, max_new_tokens=args.max_new_tokens)
-    print(args.prompt + (out.text or str(out.tokens)))
-    speed = out.stats["tokens_per_s"]
-    rate = f", {speed:,.0f} tokens/s" if speed else ""
-    print(f"\n{len(out.tokens)} tokens ({out.finish_reason}){rate}", file=sys.stderr)
+    settings = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "verify": args.verify,
+    }
+    if args.drafter is None:
+        return target, None, settings
+    if args.drafter == "ngram":
+        drafter = specjax.NGram() if args.num_draft is None else specjax.NGram(args.num_draft)
+        return target, drafter, settings
+    drafter = specjax.load_drafter(args.drafter, target)
+    return target, drafter, settings | {"num_draft": args.num_draft}
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import specjax
+
+    target, drafter, settings = _models(args)
+    arguments = {**settings, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    specjax.warmup(target, args.prompt, drafter=drafter, **arguments)  # the clock starts behind it
+    out = specjax.generate(target, args.prompt, drafter=drafter, **arguments)
+    print(args.prompt + (out.text if out.text is not None else f" {out.tokens}"))
+    facts = [f"{out.stats.new_tokens} tokens ({out.finish_reason})"]
+    if out.seconds:
+        facts.append(f"{(out.stats.new_tokens - 1) / out.seconds:,.0f} tokens/s")
+    if drafter is not None and out.stats.tau is not None:
+        facts.append(f"{out.stats.rounds} rounds, {out.stats.tau:.2f} tokens a round")
+    print("\n" + ", ".join(facts), file=sys.stderr)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    import json
+    from pathlib import Path
+
+    from specjax import evaluation
+
+    target, drafter, settings = _models(args)
+    prompts = evaluation.read_prompts(args.prompts, args.limit)
+    lengths: list[int | None] = [settings.get("num_draft")]
+    if args.sweep:
+        if drafter is None or args.drafter == "ngram":
+            raise ValueError("--sweep needs a trained drafter")
+        lengths = [*evaluation.draft_lengths(drafter.config.num_drafts)]
+    reports = []
+    for length in lengths:
+        if length is not None:
+            settings["num_draft"] = length
+        reports.append(
+            evaluation.evaluate(
+                target,
+                drafter,
+                prompts,
+                max_new_tokens=args.max_new_tokens,
+                repeats=args.repeats,
+                progress=_progress,
+                **settings,
+            )
+        )
+    print(evaluation.as_table(reports))
+    best = max(reports, key=lambda report: report["tokens_per_s"])
+    result = best | {"sweep": reports} if args.sweep else best
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    else:
+        print(json.dumps(result))
+
+
+def _progress(done: int, total: int) -> None:
+    width = 30 * done // total
+    end = "\n" if done == total else ""
+    bar = "#" * width + "." * (30 - width)
+    print(f"\r[{bar}] {done}/{total} answers", end=end, file=sys.stderr, flush=True)
 
 
 def _info(args: argparse.Namespace) -> None:

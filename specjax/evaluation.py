@@ -171,11 +171,31 @@ def _without_compiling(target: Target, ids: list[int], call: dict[str, Any]) -> 
             return out
 
 
-def sweep(
-    target: Target, drafter: Any, prompts: Sequence[Any], drafts: Sequence[int], **settings: Any
-) -> list[dict[str, Any]]:
-    """Evaluates every draft length; the fastest one is a property of the device."""
-    return [evaluate(target, drafter, prompts, num_draft=k, **settings) for k in drafts]
+def draft_lengths(most: int) -> list[int]:
+    """The draft lengths worth trying for a block of `most` drafts: 1, 2, 3, then ever wider."""
+    lengths = [1, 2, 3, 4, 5, 7, 10, 15]
+    return sorted({length for length in lengths if length < most} | {most})
+
+
+def as_table(reports: Sequence[dict[str, Any]]) -> str:
+    """The figures a person compares, one line per report."""
+    head = f"{'drafts':>6} {'tau':>6} {'tok/s':>8} {'plain':>8} {'speedup':>8} {'draft ms':>9}"
+    head += f" {'verify ms':>9} {'other ms':>9} {'identical':>10} {'ties':>5} {'wrong':>6}"
+    lines = [head]
+    for row in reports:
+        if "speedup" not in row:
+            lines.append(f"{0:>6} {'-':>6} {row['tokens_per_s']:>8.1f}")
+            continue
+        stages = row["stage_ms"]
+        tau = "-" if row["tau"] is None else f"{row['tau']:.2f}"
+        equal = f"{row['identical']}/{row['answers']}"
+        lines.append(
+            f"{row['settings']['num_draft']:>6} {tau:>6} {row['tokens_per_s']:>8.1f} "
+            f"{row['plain_tokens_per_s']:>8.1f} {row['speedup']:>8.2f} {stages['draft']:>9.2f} "
+            f"{stages['verify']:>9.2f} {stages['other']:>9.2f} {equal:>10} "
+            f"{row['near_ties']:>5} {row['violations']:>6}"
+        )
+    return "\n".join(lines)
 
 
 def stage_ms(

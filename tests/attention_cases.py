@@ -1,14 +1,18 @@
-"""The ten passes of the library as random attention problems, and who sees what by brute force.
+"""The ten passes of the library as random attention problems, with slow and obvious solutions.
 
 Passes share their shapes where they can: every new shape is a compilation.
 """
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.block_attention import block_attention
+
 B = 2
+SCALE = 0.3
 
 
 class Case(NamedTuple):
@@ -221,3 +225,75 @@ def brute_force(
                 sees &= bool(tail_allowed[b % len(tail_allowed), n % tail_allowed.shape[1], t, r])
             tail_sees[b, n, t, r] = sees
     return context_sees, tail_sees
+
+
+class Floats(NamedTuple):
+    q: np.ndarray
+    ctx_k: np.ndarray
+    ctx_v: np.ndarray
+    tail_k: np.ndarray
+    tail_v: np.ndarray
+
+
+def draw(rng, batch, blocks, rows, heads, kv_heads, capacity, tail, dim=8):
+    """Random float64 inputs and cotangents of out and lse."""
+    shapes = Floats(
+        q=(batch, blocks, rows, heads, dim),
+        ctx_k=(batch, kv_heads, capacity, dim),
+        ctx_v=(batch, kv_heads, capacity, dim),
+        tail_k=(batch, blocks, tail, kv_heads, dim),
+        tail_v=(batch, blocks, tail, kv_heads, dim),
+    )
+    x = Floats(*(rng.normal(size=shape) for shape in shapes))
+    return x, rng.normal(size=shapes.q), rng.normal(size=shapes.q[:-1])
+
+
+def dense(x, context_sees, tail_sees, d_out, d_lse):
+    """The definition, one query head at a time: out, lse and the gradients."""
+    x = Floats(*(np.asarray(a, np.float64) for a in x))
+    group, capacity = x.q.shape[3] // x.ctx_k.shape[1], x.ctx_k.shape[2]
+    out, lse = np.zeros_like(x.q), np.zeros(x.q.shape[:-1])
+    grads = Floats(*(np.zeros_like(a) for a in x))
+    sees = np.concatenate([context_sees, tail_sees], axis=-1)
+    for b, n, h in np.ndindex(x.q.shape[0], x.q.shape[1], x.q.shape[3]):
+        g = h // group
+        keys = np.concatenate([x.ctx_k[b, g], x.tail_k[b, n, :, g]])
+        values = np.concatenate([x.ctx_v[b, g], x.tail_v[b, n, :, g]])
+        query, d_o = x.q[b, n, :, h], d_out[b, n, :, h]
+        weights = np.where(sees[b, n], np.exp(SCALE * query @ keys.T), 0.0)
+        total = weights.sum(axis=-1, keepdims=True)
+        probs = weights / np.where(total > 0, total, 1.0)
+        out[b, n, :, h] = probs @ values
+        with np.errstate(divide="ignore"):
+            lse[b, n, :, h] = np.log(total[:, 0])
+        d_probs = d_o @ values.T
+        mean = (probs * d_probs).sum(axis=-1, keepdims=True)
+        d_scores = SCALE * probs * (d_probs - mean + d_lse[b, n, :, h, None])
+        grads.q[b, n, :, h] += d_scores @ keys
+        grads.ctx_k[b, g] += (d_scores.T @ query)[:capacity]
+        grads.tail_k[b, n, :, g] += (d_scores.T @ query)[capacity:]
+        grads.ctx_v[b, g] += (probs.T @ d_o)[:capacity]
+        grads.tail_v[b, n, :, g] += (probs.T @ d_o)[capacity:]
+    return out, lse, grads
+
+
+def attend(x, seen, name, **more):
+    x = Floats(*map(jnp.asarray, x))
+    return block_attention(
+        x.q, x.ctx_k, x.ctx_v, *seen[:2], x.tail_k, x.tail_v, seen[2],
+        scale=SCALE, implementation=name, return_lse=True, **more,
+    )  # fmt: skip
+
+
+def worst_error(got, expected):
+    """Largest error of out, lse and gradients, each relative to its own largest value."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        a = np.asarray(a, np.float64)
+        assert np.array_equal(np.isneginf(a), np.isneginf(b))
+        finite = np.isfinite(b)
+        assert np.isfinite(a[finite]).all()
+        if finite.any():
+            error = np.abs(a[finite] - b[finite]).max()
+            worst = max(worst, error / max(np.abs(b[finite]).max(), 1e-3))
+    return worst

@@ -251,3 +251,33 @@ def tokenizer_files(base=300):
         "tokenizer.json": tokenizer.to_str(pretty=False),
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
     }
+
+
+def successor_target(directory, successor, tokenizer=None, **overrides):
+    """A real Llama directory whose greedy continuation of x is successor[x], whatever came before.
+
+    Embeddings are one-hot, the layer adds nothing, and the head reads the successor off.
+    """
+    vocab = len(successor)
+    config = target_config(
+        "llama",
+        vocab_size=vocab,
+        hidden_size=vocab,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=8,
+        eos_token_id=...,
+        **overrides,
+    )
+    tensors = {name: np.zeros_like(a) for name, a in target_tensors(config).items()}
+    for name in tensors:
+        if name.endswith("norm.weight"):
+            tensors[name] += 1
+    eye = np.eye(vocab, dtype=np.float32)
+    tensors["model.embed_tokens.weight"] = eye
+    head = np.zeros_like(eye)
+    head[np.asarray(successor), np.arange(vocab)] = 1
+    tensors["lm_head.weight"] = head
+    return write(directory, config, tensors, tokenizer=tokenizer)

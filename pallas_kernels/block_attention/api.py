@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,40 @@ IMPLEMENTATIONS: dict[str, Callable] = {
 DEFAULT_ORDER: tuple[str, ...] = ("xla",)  # the fastest first; XLA runs everywhere and ends it
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+@overload
+def block_attention(
+    q: jax.Array,
+    ctx_k: jax.Array,
+    ctx_v: jax.Array,
+    ctx_start: jax.Array,
+    ctx_end: jax.Array,
+    tail_k: jax.Array,
+    tail_v: jax.Array,
+    tail_mask: jax.Array,
+    *,
+    scale: float,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def block_attention(
+    q: jax.Array,
+    ctx_k: jax.Array,
+    ctx_v: jax.Array,
+    ctx_start: jax.Array,
+    ctx_end: jax.Array,
+    tail_k: jax.Array,
+    tail_v: jax.Array,
+    tail_mask: jax.Array,
+    *,
+    scale: float,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def block_attention(

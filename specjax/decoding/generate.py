@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.decoding import loop, request
 from specjax.decoding.detokenize import TextStream
+from specjax.decoding.drafting import NGram
 from specjax.decoding.sampling import make_sampling, row_keys
 from specjax.decoding.stats import PromptStats, acceptance_length
 from specjax.models.hub import Target
@@ -416,6 +417,8 @@ def _announce(call: _Call, batch: int, capacity: int, sampling: Sampling) -> Non
 def _warn_if_useless(call: _Call, rows: list[_Row]) -> None:
     emitted = [count for row in rows for count in row.stats.emitted]
     tau = acceptance_length(emitted)
+    if isinstance(call.decoder.drafter, NGram):
+        return  # promises nothing
     if call.decoder.drafter.num_draft and len(emitted) >= LOW_ROUNDS and tau and tau < LOW_TAU:
         warnings.warn(
             f"acceptance length {tau:.2f} over {len(emitted)} rounds: the drafter hardly helps. "

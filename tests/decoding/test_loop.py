@@ -29,7 +29,11 @@ SETTINGS = {
 }
 
 
-def load(directory, config, seed=0):
+# Seeds whose greedy paths have no near tie and are not a few tokens in a circle.
+SEEDS = {"llama": 3, "qwen3": 0, "sliding": 3}
+
+
+def load(directory, config, seed):
     return hub.load_target(tiny.write(directory, config, tiny.target_tensors(config, seed)))
 
 
@@ -47,7 +51,8 @@ def targets(tmp_path_factory):
         "sliding": tiny.target_config("qwen3", eos_token_id=..., **sliding),
     }
     return {
-        name: load(tmp_path_factory.mktemp(name), config) for name, config in configs.items()
+        name: load(tmp_path_factory.mktemp(name), config, SEEDS[name])
+        for name, config in configs.items()
     } | {"stories": specjax.load_target("stories260k")}
 
 
@@ -85,6 +90,20 @@ def dflash(loaded, **overrides):
     return hub.Drafter(
         "random", loaded.directory, config, params.init(table(config), jax.random.key(1))
     )
+
+
+forward = jax.jit(target.forward, static_argnums=0, static_argnames="taps")
+
+
+def whole(loaded, ids, taps=()):
+    """One uncached pass over a text, padded so that all texts share a compile: hidden [n, E],
+    features [n, F], keys per layer [G, n, D]."""
+    tokens = np.zeros((1, 1, 128), np.int32)
+    tokens[0, 0, : len(ids)] = ids
+    positions = jnp.arange(128, dtype=jnp.int32)[None, None]
+    out = forward(loaded.config, loaded.params, jnp.asarray(tokens), positions, taps=taps)
+    n = len(ids)
+    return out.hidden[0, 0, :n], out.features[0, 0, :n], [k[0, :, :n] for k in out.k]
 
 
 def unequal(got, want):
@@ -351,11 +370,12 @@ def test_every_row_of_the_rejected_buffer(targets, layout):
     probe = Probe(made.config, made.config.num_drafts)
     decoder, weights, sampling, stops, state, _ = started(loaded, probe, made.params, PROMPTS)
     step = jax.jit(loop.step, static_argnums=0)
+    drafting = jax.jit(loop.draft, static_argnums=0)
     rejections = 0
     assert state.rejected.count.tolist() == [0, 0, 0]
     for _ in range(6):
         before = state
-        proposal, _ = loop.draft(decoder, weights, sampling, before)
+        proposal, _ = drafting(decoder, weights, sampling, before)
         state, info = step(decoder, weights, sampling, stops, before)
         for b in range(3):
             m, start = int(info.accepted[b]), int(before.length[b])
@@ -364,18 +384,15 @@ def test_every_row_of_the_rejected_buffer(targets, layout):
             drafted = proposal.tokens[b].tolist()
             assert state.rejected.tokens[b, :count].tolist() == drafted[m:]
             # The target, run once over the committed text and the whole proposal.
-            text = jnp.asarray([*before.tokens[b, :start].tolist(), *drafted], jnp.int32)[None]
-            positions = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
-            out = target.forward(
-                loaded.config, loaded.params, text[:, None], positions[:, None], taps=probe.taps
-            )
+            text = [*before.tokens[b, :start].tolist(), *drafted]
+            hidden, features, _ = whole(loaded, text, probe.taps)
             # Row r stands for position a' + r; a' = start + m holds the first rejected draft.
             at = slice(start + m, start + m + count)
             close = dict(atol=1e-5, rtol=1e-5)
             got = state.rejected
-            np.testing.assert_allclose(got.features[b, :count], out.features[0, 0, at], **close)
-            np.testing.assert_allclose(got.final_hidden[b, :count], out.hidden[0, 0, at], **close)
-            logits = target.unembed(target.vocabulary(loaded.params), out.hidden[0, 0, at])
+            np.testing.assert_allclose(got.features[b, :count], features[at], **close)
+            np.testing.assert_allclose(got.final_hidden[b, :count], hidden[at], **close)
+            logits = target.unembed(target.vocabulary(loaded.params), hidden[at])
             assert got.argmax[b, :count].tolist() == jnp.argmax(logits, -1).tolist()
             np.testing.assert_allclose(got.draft_hidden[b, :count], proposal.hidden[b, m:], **close)
             rejections += count
@@ -394,22 +411,20 @@ def test_nothing_is_kept_that_nobody_reads(targets):
 @pytest.mark.parametrize("right", [0, 2, 7])
 def test_the_state_after_a_round_is_that_of_a_fresh_prefill(targets, plain, right):  # A3
     loaded, want = targets["sliding"], plain("sliding", "greedy")
-    made = dflash(loaded)
     scripts = script(PROMPTS, want, right, 97)
     decoder, weights, sampling, stops, state, _ = started(loaded, Scripted(7), scripts, PROMPTS)
     for _ in range(4):
         state, _ = loop.run_rounds(decoder, weights, sampling, stops, state, 1)
         for b, prompt in enumerate(PROMPTS):
             n = int(state.length[b])
-            text = jnp.asarray([*prompt, *want[b]], jnp.int32)[None, :n]
-            assert state.tokens[b, :n].tolist() == text[0].tolist()
+            text = [*prompt, *want[b]][:n]
+            assert state.tokens[b, :n].tolist() == text
             assert int(state.target.length[b]) == n - 1
-            positions = jnp.arange(n, dtype=jnp.int32)[None]
-            out = target.forward(loaded.config, loaded.params, text[:, None], positions[:, None])
-            for cached, fresh in zip(state.target.k, out.k, strict=True):
-                rows = fresh[0, :, : n - 1]
-                np.testing.assert_allclose(cached[b, :, : n - 1], rows, atol=1e-5, rtol=1e-5)
-    assert made.config.num_drafts == 7
+            _, _, keys = whole(loaded, text)
+            for cached, fresh in zip(state.target.k, keys, strict=True):
+                np.testing.assert_allclose(
+                    cached[b, :, : n - 1], fresh[:, : n - 1], atol=1e-5, rtol=1e-5
+                )
 
 
 def test_dead_rows_are_never_read(targets, plain):  # cases F3, F5, F8
@@ -470,17 +485,14 @@ def test_shapes_stay_over_many_rounds_and_one_compile_serves_them(targets):
 
 def test_plain_decoding_equals_whole_passes(targets, plain):
     """The baseline itself, against argmaxes of uncached whole-text passes."""
-    for name in ("llama", "sliding"):
+    for name in SEEDS:
         loaded = targets[name]
         for prompt, answer in zip(PROMPTS, plain(name, "greedy"), strict=True):
-            text = jnp.asarray([*prompt, *answer], jnp.int32)[None]
-            positions = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
-            out = target.forward(loaded.config, loaded.params, text[:, None], positions[:, None])
-            logits = target.unembed(target.vocabulary(loaded.params), out.hidden[:, 0])
-            first = len(prompt) - 1
-            assert jnp.argmax(logits[0, first:-1], -1).tolist() == answer
+            hidden, _, _ = whole(loaded, [*prompt, *answer])
+            logits = target.unembed(target.vocabulary(loaded.params), hidden)[len(prompt) - 1 : -1]
+            assert jnp.argmax(logits, -1).tolist() == answer
             # Exact equality is only a fair demand where no two logits nearly tie.
-            best = jax.lax.top_k(logits[0, first:-1], 2)[0]
+            best = jax.lax.top_k(logits, 2)[0]
             assert float((best[:, 0] - best[:, 1]).min()) > 1e-3
 
 
