@@ -4,7 +4,7 @@ VENV := .venv
 PARITY := .venv-parity
 BIN := $(VENV)/bin
 
-.PHONY: help setup test test-all lint generate smollm2 parity bench-peers clean
+.PHONY: help setup test test-all lint generate eval bench smollm2 parity bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -23,8 +23,20 @@ lint: setup  ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-generate: setup  ## tell a story with the packaged model
+generate: setup  ## tell a story with the packaged model, plainly and with prompt lookup
 	$(BIN)/specjax generate
+	$(BIN)/specjax generate --drafter ngram
+
+# TARGET, DRAFTER and PROMPTS may be given: make eval TARGET=smollm2-135m DRAFTER=... PROMPTS=...
+TARGET ?= stories260k
+DRAFTER ?= ngram
+PROMPTS ?= experiments/prompts/stories.jsonl
+
+eval: setup  ## measure a drafter: acceptance, speed-up, equality of the output
+	$(BIN)/specjax eval --target $(TARGET) --drafter $(DRAFTER) --prompts $(PROMPTS)
+
+bench: smollm2  ## what a speculative round costs, on SmolLM2-135M
+	$(BIN)/python experiments/bench.py
 
 smollm2: setup $(VENV)/.smollm2  ## fetch SmolLM2-135M-Instruct and convert it into the user cache
 	$(BIN)/specjax convert smollm2-135m

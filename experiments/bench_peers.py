@@ -52,7 +52,9 @@ def main() -> None:
     if ours()[1] != theirs()[1]:  # also the warm-up
         raise SystemExit("the two decoders disagree: nothing is timed")
     pairs = [(ours()[0], theirs()[0]) for _ in range(args.pairs)]
-    mine, other = (statistics.median(times) / args.tokens * 1e3 for times in zip(*pairs, strict=True))
+    mine, other = (
+        statistics.median(times) / args.tokens * 1e3 for times in zip(*pairs, strict=True)
+    )
     ratios = np.array([b / a for a, b in pairs])
     print(f"{'':14}{'ms a token':>12}{'tokens/s':>10}")
     print(f"{'specjax':14}{mine:12.1f}{1e3 / mine:10.1f}")

@@ -55,7 +55,11 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--drafter", help="packaged name, directory, hub id, or ngram")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto")
-    parser.add_argument("--num-draft", type=int, help="drafts verified per round")
+    parser.add_argument(
+        "--num-draft",
+        type=lambda word: word if word == "auto" else int(word),
+        help="drafts verified per round, or auto",
+    )
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
@@ -75,11 +79,12 @@ def _models(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     }
     if args.drafter is None:
         return target, None, settings
-    if args.drafter == "ngram":
-        drafter = specjax.NGram() if args.num_draft is None else specjax.NGram(args.num_draft)
-        return target, drafter, settings
-    drafter = specjax.load_drafter(args.drafter, target)
-    return target, drafter, settings | {"num_draft": args.num_draft}
+    if args.drafter != "ngram":
+        drafter: Any = specjax.load_drafter(args.drafter, target)
+        return target, drafter, settings | {"num_draft": args.num_draft}
+    if isinstance(args.num_draft, int):
+        return target, specjax.NGram(args.num_draft), settings
+    return target, specjax.NGram(), settings | {"num_draft": args.num_draft}
 
 
 def _generate(args: argparse.Namespace) -> None:

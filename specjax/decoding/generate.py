@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding import loop, request
+from specjax.decoding import adaptive, loop, request
+from specjax.decoding.answers import Row, take
 from specjax.decoding.detokenize import TextStream
 from specjax.decoding.drafting import NGram
 from specjax.decoding.sampling import make_sampling, row_keys
+from specjax.decoding.state import Decoder, Weights, rows_needed
 from specjax.decoding.stats import PromptStats, acceptance_length
 from specjax.models.hub import Target
 from specjax.models.packaged import cache_dir
@@ -54,33 +56,19 @@ class Generation:
     seconds: float
 
 
-@dataclass
-class _Row:
-    """One prompt on its way through."""
-
-    index: int
-    ids: list[int]
-    limit: int
-    stats: PromptStats
-    stream: TextStream | None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = "length"
-    done: bool = False
-
-
 @dataclass(frozen=True)
 class _Call:
     """Everything that the groups of one call share."""
 
     target: Target
-    decoder: loop.Decoder
-    weights: loop.Weights
+    decoder: Decoder
+    weights: Weights
     sampling: dict[str, Any]
     stops: tuple[int, ...]
     seed: int
     looks: bool  # whether text is looked at between chunks of rounds
     batch: int  # rows decoded together
+    auto: str | None  # the drafter's name where the number of drafts adapts
 
 
 def generate(
@@ -94,7 +82,7 @@ def generate(
     top_p: float | None = None,
     stop: str | Sequence[str] | None = None,
     seed: int = 0,
-    num_draft: int | None = None,
+    num_draft: int | Literal["auto"] | None = None,
     verify: str = "auto",
     reuse: str | None = None,
     stream: bool = False,
@@ -117,7 +105,8 @@ def generate(
       top_p: keep the smallest set of tokens with so much probability; 1 keeps all.
       stop: strings that end an answer; the text stands before them.
       seed: of the noise; a prompt's noise depends on the seed and its index in the call.
-      num_draft: drafts verified per round, by default all that the drafter makes.
+      num_draft: drafts verified per round, by default all that the drafter makes. "auto" times
+        rounds once per shape, follows the acceptance, and decodes plainly where that is faster.
       verify: a verification rule, or "auto".
       reuse: a method of reusing rejected states; none is available yet.
       stream: return an iterator of (index of the prompt, piece of text).
@@ -175,7 +164,7 @@ def compiles() -> int:
 
 def started(
     target: Target, prompt: Any, **arguments: Any
-) -> tuple[loop.Decoder, loop.Weights, Sampling, jax.Array, SpecState]:
+) -> tuple[Decoder, Weights, Sampling, jax.Array, SpecState]:
     """One prompt behind its prefill, ready for `loop.step` and the drivers.
 
     Takes the arguments of `generate`; returns (decoder, weights, sampling, stops, state).
@@ -196,7 +185,7 @@ def _prepare(
     top_p: float | None = None,
     stop: str | Sequence[str] | None = None,
     seed: int = 0,
-    num_draft: int | None = None,
+    num_draft: int | Literal["auto"] | None = None,
     verify: str = "auto",
     reuse: str | None = None,
     stream: bool = False,
@@ -205,7 +194,7 @@ def _prepare(
     enable_thinking: bool = False,
     batch_size: int = BATCH,
     **unsupported: Any,
-) -> tuple[_Call, list[_Row], bool]:
+) -> tuple[_Call, list[Row], bool]:
     """Checks everything that was asked for; no compute before it is all in order."""
     if unsupported:
         name = next(iter(unsupported))
@@ -218,7 +207,11 @@ def _prepare(
     ids = [request.token_ids(target, item, enable_thinking=enable_thinking) for item in items]
     limits = request.limits(target, ids, max_new_tokens)
     longest = max(len(row) + limit for row, limit in zip(ids, limits, strict=True))
-    network, weights = request.network(target, drafter, num_draft, longest)
+    auto = num_draft == "auto" and drafter is not None
+    fixed = num_draft if isinstance(num_draft, int) else None
+    if num_draft not in (None, "auto", fixed):
+        raise ValueError(f"num_draft={num_draft!r} is not a number, None or 'auto'")
+    network, weights = request.network(target, drafter, fixed, longest)
     stops = request.stop_strings(target, stop, stream)
     values = request.sampling_values(target, temperature, top_k, top_p, len(ids))
     rule, drafting = request.rule(verify, values["temperature"])
@@ -226,23 +219,26 @@ def _prepare(
     make_sampling(**values, batch=len(ids), vocab_size=target.config.vocab_size, drafting=drafting)
     call = _Call(
         target=target,
-        decoder=loop.Decoder(target.config, network, rule, logprobs),
-        weights=loop.Weights(target.params, weights),
+        decoder=Decoder(target.config, network, rule, logprobs),
+        weights=Weights(target.params, weights),
         sampling=values | {"drafting": drafting},
         stops=request.stop_ids(target, eos_token_id),
         seed=seed,
         looks=bool(stops) or stream,
         batch=min(batch_size, len(ids)),
+        auto=f"{target.name} {getattr(drafter, 'name', drafter)}"
+        if auto and network.num_draft
+        else None,
     )
     rows = [
-        _Row(i, row, limit, PromptStats(len(row)), _text_stream(target, row, stops))
+        Row(i, row, limit, PromptStats(len(row)), _text_stream(target, row, stops))
         for i, (row, limit) in enumerate(zip(ids, limits, strict=True))
     ]
     return call, rows, single
 
 
 # ------------------------------------------------------------------------------------ running
-def _events(call: _Call, rows: list[_Row]) -> Iterator[tuple[_Row, str, float]]:
+def _events(call: _Call, rows: list[Row]) -> Iterator[tuple[Row, str, float]]:
     """Decodes the rows group by group; yields (row, new text, seconds since the last event)."""
     for start in range(0, len(rows), call.batch):
         # A last group that is smaller is filled with rows that are done, to share the compile.
@@ -250,27 +246,52 @@ def _events(call: _Call, rows: list[_Row]) -> Iterator[tuple[_Row, str, float]]:
     _warn_if_useless(call, rows)
 
 
-def _group(call: _Call, group: list[_Row], width: int) -> Iterator[tuple[_Row, str, float]]:
+def _group(call: _Call, group: list[Row], width: int) -> Iterator[tuple[Row, str, float]]:
     state, info, sampling, stops = _start(call, group, width)
-    yield from _take(group, jax.tree.map(lambda x: x[None], info), call, 0.0)
-    longest = max(row.limit for row in group)
-    rounds = STREAM_ROUNDS if call.looks else _bucket(longest)
+    yield from take(group, jax.tree.map(lambda x: x[None], info), call.stops, 0.0)
+
+    def resume(state: SpecState) -> SpecState:
+        if not call.looks:
+            return state  # the device knows all there is to know about who is done
+        done = np.ones(width, bool)
+        done[: len(group)] = [row.done for row in group]
+        return replace(state, done=jnp.asarray(done))
+
+    if call.auto is None:
+        rounds = STREAM_ROUNDS if call.looks else _bucket(max(row.limit for row in group))
+        chunks = _chunks(call, sampling, stops, state, resume, rounds)
+    else:
+        capacity = state.tokens.shape[1]
+        known = adaptive.known(call.auto, call.decoder, width, capacity, sampling.mode)
+        chunks = adaptive.decode(known, call.weights, sampling, stops, state, resume)
     while not all(row.done for row in group):
-        if call.looks:
-            done = np.ones(width, bool)
-            done[: len(group)] = [row.done for row in group]
-            state = replace(state, done=jnp.asarray(done))
+        log, seconds = next(chunks)
+        yield from take(group, log, call.stops, seconds)
+
+
+def _chunks(
+    call: _Call,
+    sampling: Sampling,
+    stops: jax.Array,
+    state: SpecState,
+    resume: Callable[[SpecState], SpecState],
+    rounds: int,
+) -> Iterator[tuple[RoundInfo, float]]:
+    """Chunks of rounds with a fixed number of drafts: host infos and seconds of each."""
+    while True:
         begin = time.perf_counter()
-        state, log = loop.run_rounds(call.decoder, call.weights, sampling, stops, state, rounds)
+        state, log = loop.run_rounds(
+            call.decoder, call.weights, sampling, stops, resume(state), rounds
+        )
         log = jax.device_get(log)  # the one transfer of a chunk
-        yield from _take(group, log, call, time.perf_counter() - begin)
+        yield log, time.perf_counter() - begin
 
 
 def _start(
-    call: _Call, group: list[_Row], width: int
+    call: _Call, group: list[Row], width: int
 ) -> tuple[SpecState, RoundInfo, Sampling, jax.Array]:
     longest = max(len(row.ids) + row.limit for row in group)
-    capacity = loop.rows_needed(call.decoder, _bucket(longest), CHUNK)
+    capacity = rows_needed(call.decoder, _bucket(longest), CHUNK)
     prompts = np.zeros((width, _bucket(longest)), np.int32)
     lengths, max_new = np.ones(width, np.int32), np.zeros(width, np.int32)
     indices = np.zeros(width, np.uint32)
@@ -304,67 +325,13 @@ def _start(
     return state, jax.device_get(info), sampling, stops
 
 
-def _take(
-    group: list[_Row], log: RoundInfo, call: _Call, seconds: float
-) -> Iterator[tuple[_Row, str, float]]:
-    """Hands the emitted tokens of a stack of rounds [n, B, ...] to their rows."""
-    for b, row in enumerate(group):
-        if row.done:
-            continue
-        new: list[int] = []
-        for n in range(len(log.emitted)):
-            count = int(log.emitted[n, b])
-            if count == 0:
-                continue
-            new += log.tokens[n, b, :count].tolist()
-            row.logprobs += log.logprobs[n, b, :count].tolist()
-            if row.tokens:  # else it is the token of the prefill, which is no round
-                row.stats.drafted.append(int(log.proposed[n, b]))
-                row.stats.accepted.append(int(log.accepted[n, b]))
-                row.stats.emitted.append(count)
-        row.tokens += new
-        yield row, _advance(row, new, call), seconds
-        seconds = 0.0
-
-
-def _advance(row: _Row, new: list[int], call: _Call) -> str:
-    """Updates a row behind its new tokens; returns the text to show."""
-    piece = row.stream.push(new) if row.stream is not None else ""
-    if row.stream is not None and row.stream.stopped_at is not None:
-        _cut(row, row.stream.stopped_at)
-        row.done, row.finish_reason = True, "stop"
-    elif row.tokens and row.tokens[-1] in call.stops:
-        row.done, row.finish_reason = True, "stop"
-    elif len(row.tokens) >= row.limit:
-        row.done, row.finish_reason = True, "length"
-    row.stats.new_tokens = len(row.tokens)
-    if row.done and row.stream is not None:
-        piece += row.stream.finish()
-    return piece
-
-
-def _cut(row: _Row, count: int) -> None:
-    """Drops what was decoded behind a stop string: tokens, log probabilities and rounds."""
-    del row.tokens[count:], row.logprobs[count:]
-    left = count - 1
-    kept = 0
-    for emitted in row.stats.emitted:
-        if left <= 0:
-            break
-        row.stats.emitted[kept] = min(emitted, left)
-        left -= emitted
-        kept += 1
-    for series in (row.stats.emitted, row.stats.drafted, row.stats.accepted):
-        del series[kept:]
-
-
-def _stream(call: _Call, rows: list[_Row]) -> Iterator[tuple[int, str]]:
+def _stream(call: _Call, rows: list[Row]) -> Iterator[tuple[int, str]]:
     for row, piece, _ in _events(call, rows):
         if piece:
             yield row.index, piece
 
 
-def _result(call: _Call, rows: list[_Row], single: bool, seconds: float) -> Generation:
+def _result(call: _Call, rows: list[Row], single: bool, seconds: float) -> Generation:
     def shaped(values: list[Any]) -> Any:
         return values[0] if single else values
 
@@ -377,7 +344,7 @@ def _result(call: _Call, rows: list[_Row], single: bool, seconds: float) -> Gene
         settings={
             "rule": call.decoder.rule,
             "drafting": call.sampling["drafting"],
-            "num_draft": call.decoder.drafter.num_draft,
+            "num_draft": call.decoder.drafter.num_draft if call.auto is None else "auto",
             "batch": call.batch,
             "mode": "sampled" if (call.sampling["temperature"] > 0).any() else "greedy",
             "dtype": str(call.weights.target["embed"].dtype),
@@ -414,14 +381,17 @@ def _announce(call: _Call, batch: int, capacity: int, sampling: Sampling) -> Non
     )
 
 
-def _warn_if_useless(call: _Call, rows: list[_Row]) -> None:
-    emitted = [count for row in rows for count in row.stats.emitted]
-    tau = acceptance_length(emitted)
-    if isinstance(call.decoder.drafter, NGram):
-        return  # promises nothing
-    if call.decoder.drafter.num_draft and len(emitted) >= LOW_ROUNDS and tau and tau < LOW_TAU:
+def _warn_if_useless(call: _Call, rows: list[Row]) -> None:
+    rounds = [
+        count
+        for row in rows
+        for count, drafted in zip(row.stats.emitted, row.stats.drafted, strict=True)
+        if drafted
+    ]
+    tau = acceptance_length(rounds)
+    if tau is not None and len(rounds) >= LOW_ROUNDS and tau < LOW_TAU:
         warnings.warn(
-            f"acceptance length {tau:.2f} over {len(emitted)} rounds: the drafter hardly helps. "
+            f"acceptance length {tau:.2f} over {len(rounds)} rounds: the drafter hardly helps. "
             "Check that it was trained for this target and template, its taps, and its layout "
             "(load_drafter(..., layout=))",
             stacklevel=4,

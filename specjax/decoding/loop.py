@@ -7,7 +7,7 @@ more. Nothing here looks at text, and nothing leaves the device between rounds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from specjax.decoding import verify as rules
 from specjax.decoding.sampling import argmax, choose, law, position_noise, round_keys
+from specjax.decoding.state import Decoder, Weights, fresh_state
 from specjax.models import cache as kv
 from specjax.models import target as networks
 from specjax.models.layers import empty_cache
-from specjax.models.target import Output, TargetConfig
+from specjax.models.target import Output
 from specjax.types import (
     Array,
-    Params,
     Proposal,
     Rejected,
     RoundInfo,
@@ -31,30 +31,6 @@ from specjax.types import (
     Stats,
     Verdict,
 )
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """What is static about decoding; two equal ones share a compile.
-
-    Attributes:
-      target: the target network.
-      drafter: any `Drafter`; `Plain()` decodes without one.
-      rule: a name of `verify.RULES`.
-      logprobs: whether rounds report log probabilities.
-    """
-
-    target: TargetConfig
-    drafter: Any
-    rule: str = "match"
-    logprobs: bool = False
-
-
-class Weights(NamedTuple):
-    """Parameters of both networks."""
-
-    target: Params
-    drafter: Params
 
 
 class Verified(NamedTuple):
@@ -136,7 +112,7 @@ def prefill(
         logprobs=_logprobs(decoder, logits, first),
     )
     done = (max_new <= 1) | jnp.isin(first[:, 0], stops)
-    return _fresh_state(decoder, tokens, lengths, max_new, done, keys, cache, draft), info
+    return fresh_state(decoder, tokens, lengths, max_new, done, keys, cache, draft), info
 
 
 def step(
@@ -187,12 +163,6 @@ def run_rounds(
 
     _, state, log = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, log))
     return state, log
-
-
-def rows_needed(decoder: Decoder, length: int, chunk: int) -> int:
-    """Capacity for texts of up to `length` tokens: finished rows and the last round write dead
-    rows behind them, and an update that does not fit would overwrite good ones."""
-    return length + max(chunk, decoder.drafter.num_draft + 1)
 
 
 def draft(
@@ -362,50 +332,6 @@ def _rejected(
         final_hidden=keep("final_hidden", out.hidden[:, 0], 1),
         argmax=keep("argmax", own_choice, 1),
         draft_hidden=keep("draft_hidden", hidden, 0),
-    )
-
-
-def _fresh_state(
-    decoder: Decoder,
-    tokens: Array,
-    lengths: Array,
-    max_new: Array,
-    done: Array,
-    keys: Array,
-    cache: Any,
-    draft: Any,
-) -> SpecState:
-    """The state behind a prefill: one committed token more than the prompt, nothing rejected."""
-    B, K, keeps = tokens.shape[0], decoder.drafter.num_draft, decoder.drafter.keeps
-    E, dtype = decoder.target.layers.hidden_size, cache.k[0].dtype
-    F = len(decoder.drafter.taps) * E
-
-    def zeros(*shape: int, of: Any = jnp.int32) -> Array:
-        return jnp.zeros((B, *shape), of)
-
-    def kept(name: str) -> int:
-        return K if name in keeps else 0
-
-    return SpecState(
-        tokens=tokens,
-        length=lengths + (max_new > 0).astype(jnp.int32),
-        limit=lengths + max_new,
-        done=done,
-        key=keys,
-        round=zeros(),
-        target=cache,
-        features=zeros(K + 1, F, of=dtype),
-        fresh=zeros(),
-        draft=draft,
-        rejected=Rejected(
-            tokens=zeros(K if keeps else 0),
-            count=zeros(),
-            features=zeros(kept("features"), F, of=dtype),
-            final_hidden=zeros(kept("final_hidden"), E, of=dtype),
-            argmax=zeros(kept("argmax")),
-            draft_hidden=zeros(kept("draft_hidden"), E, of=dtype),
-        ),
-        stats=Stats(zeros(), zeros(), zeros(), zeros(K + 1)),
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 from scipy import stats
 
 from specjax.decoding import sampling, verify
@@ -163,6 +164,14 @@ def test_ties_at_the_threshold_stay_together_and_zeros_are_equal():
         np.testing.assert_array_equal(kept[0, 0], [True, True, True, False, True])
 
 
+def test_bisection_walks_all_floats_in_order():
+    floats = np.array([-np.inf, -3e38, -1.5, -1e-30, 0.0, 1e-30, 1.0, 2.0, np.inf], np.float32)
+    order = sampling._order_of(jnp.asarray(floats))
+    assert (np.diff(np.asarray(order, np.int64)) > 0).all()
+    np.testing.assert_array_equal(sampling._float_of(order), floats)
+    assert sampling._order_of(jnp.float32(-0.0)) == 0
+
+
 def test_no_filter_leaves_the_logits_alone():
     logits = jnp.asarray(random_rows(np.random.default_rng(1), 9, 2)[None])
     for how in (make(1.0, V=9), make(0.0, top_k=2, V=9), replace(make(V=9), mode="filtered")):
@@ -242,9 +251,9 @@ def test_every_spelling_of_no_top_k_keeps_the_law(off):
 
 def test_top_k_of_one_is_deterministic():
     for how in (make(1.0, top_k=1), make(1.0, top_p=1e-60)):
-        tokens = draws(P, how, 10_000)
-        assert not tokens.any()
-        assert not fits(tokens, P)  # so an "off" that became 1 is seen above
+        tokens = draws(P[::-1], how, 10_000)
+        assert (tokens == 2).all()
+        assert not fits(tokens, P[::-1])  # so an "off" that became 1 is seen above
 
 
 PAIRS = [  # p, q, first slots accepted: coupled (400k draws of methods.md), independent
@@ -307,21 +316,27 @@ def test_the_largest_noise_is_finite_and_fine_grained():
 
 def test_keys_never_meet():
     """Rows, positions, rounds, the three streams of a round and their slots: all distinct."""
-    rows = row_keys(0, range(5))
-    number = jnp.arange(20, dtype=jnp.int32)
+    rows, number = row_keys(0, range(5)), jnp.arange(20, dtype=jnp.int32)
 
     @jax.jit
     def all_keys(rows):
+        bases = [sampling._fold(rows, use) for use in (sampling._POSITIONS, sampling._ROUNDS)]
+
         def at(number):
             data = jnp.full((5,), number)
             streams = sampling.round_keys(rows, data)
             slots = [sampling._fold(stream, slot) for stream in streams for slot in range(7)]
-            return [*streams, *slots, sampling._fold(sampling._fold(rows, 0), data)]
+            return [*streams, *slots, *(sampling._fold(base, data) for base in bases)]
 
-        return jax.tree.map(jax.random.key_data, [rows, jax.lax.map(at, number)])
+        return jax.tree.map(jax.random.key_data, [rows, bases, jax.lax.map(at, number)])
 
     seen = np.concatenate([x.reshape(-1, 2) for x in jax.tree.leaves(all_keys(rows))])
-    assert len(np.unique(seen, axis=0)) == len(seen) == 5 * (1 + 20 * (3 + 21 + 1))
+    assert len(np.unique(seen, axis=0)) == len(seen) == 5 * (3 + 20 * (3 + 21 + 2))
+    # The key of a position is the one counted above.
+    key = jax.random.fold_in(jax.random.fold_in(rows[2], sampling._POSITIONS), 9)
+    bits = threefry_2x32(jax.random.key_data(key), jnp.arange(8, dtype=jnp.uint32))
+    noise = position_noise(rows[2:3], jnp.full((1, 1), 9, jnp.int32), 8)
+    np.testing.assert_allclose(noise[0, 0], sampling._gumbel(bits), rtol=1e-6)
 
 
 def test_round_keys_of_a_row_do_not_depend_on_the_batch():

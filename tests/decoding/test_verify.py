@@ -1,8 +1,6 @@
 """Verification rules against exact laws, each with wrong variants that the same checker rejects.
 
-A rule is a black box here. For every draft path the acceptance probability of each slot is found
-by bisecting its uniform, the law of the next token is read after every number of accepted drafts,
-and all paths are summed. Rows are padded to one shape with what no rule may read.
+The checker is in `exact.py`; tests that draw are in `test_verify_counted.py`.
 """
 
 from functools import lru_cache
@@ -12,165 +10,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from exact import (
+    BELOW_ONE,
+    BOTH,
+    C2,
+    S2,
+    S3,
+    K,
+    V,
+    W,
+    accepted_drafts,
+    call,
+    check,
+    compiled,
+    constant,
+    first_token,
+    law_error,
+    match,
+    match_mass,
+    near,
+    path_rows,
+    probability,
+    random_table,
+    token_mass,
+)
 
 from specjax.decoding import sampling, verify
 from specjax.types import SparseLaw
 
-V, K, W = 4, 4, 5  # the padded shape of every table
-ROWS = 4096  # rows of one compiled call
-BELOW_ONE = np.float32(1 - 2**-24)
-near = lambda x: pytest.approx(x, abs=1e-6)  # noqa: E731
 
-
-# ----------------------------------------------------------------------------------- tables
-def constant(*weights):
-    return lambda prefix: np.array(weights) / np.sum(weights)
-
-
-def random_table(rng, v, zeros=False, by_slot=False):
-    """A law per prefix, or per slot (a parallel drafter), of small random fractions."""
-    rows = {}
-
-    def at(prefix):
-        key = len(prefix) if by_slot else prefix
-        if key not in rows:
-            weights = rng.integers(0 if zeros else 1, 10, v).astype(float)
-            weights[0] += weights.sum() == 0
-            rows[key] = weights / weights.sum()
-        return rows[key]
-
-    return at
-
-
-def probability(law, path):
-    return np.prod([law(path[:k])[path[k]] for k in range(len(path))])
-
-
-def path_rows(p, q, v, gamma):
-    """Every draft path: p [N, W, V], q [N, K, V], tokens [N, K], count [N], its weight [N]."""
-    paths = list(product(range(v), repeat=gamma))
-    P = np.full((len(paths), W, V), np.nan, np.float32)
-    Q, tokens = P[:, :K].copy(), np.full((len(paths), K), -1, np.int32)
-    for n, path in enumerate(paths):
-        tokens[n, :gamma] = path
-        for k in range(gamma + 1):
-            P[n, k] = np.pad(p(path[:k]), (0, V - v))
-        for k in range(gamma):
-            Q[n, k] = np.pad(q(path[:k]), (0, V - v))
-    weights = np.array([probability(q, path) for path in paths])
-    return P, Q, tokens, np.full(len(paths), gamma, np.int32), weights
-
-
-# ------------------------------------------------------------------- the rules as black boxes
-@lru_cache
-def compiled(rule):
-    return jax.jit(jax.vmap(rule))
-
-
-def call(rule, *arrays):
-    """The rule on rows of equal shape, ROWS at a time; arrays may be None."""
-    total, parts = len(arrays[0]), []
-    for start in range(0, total, ROWS):
-        pick = np.minimum(np.arange(start, start + ROWS), total - 1)
-        parts.append(compiled(rule)(*jax.tree.map(lambda x, pick=pick: x[pick], arrays)))
-    return jax.tree.map(lambda *xs: np.concatenate(xs)[:total], *parts)
-
-
-def token_mass(rule, P, Q, tokens, count):
-    """Pr(accepted, next token | draft path) [N, W, V] of a rule with a uniform for each slot."""
-    N = len(tokens)
-
-    def run(uniforms):  # [N, lanes, K]
-        lanes = uniforms.shape[1]
-        rows = jax.tree.map(lambda x: np.repeat(x, lanes, axis=0), (P, Q, tokens, count))
-        accepted, law = call(rule, *rows, uniforms.reshape(-1, K).astype(np.float32))
-        return accepted.reshape(N, lanes), law.reshape(N, lanes, V).astype(float)
-
-    def passes(u):  # [N, K]: is slot k accepted at u, if all before it were?
-        return run(np.eye(K)[None] * u[:, :, None])[0] > np.arange(K)
-
-    low, high = np.zeros((N, K)), np.ones((N, K))
-    possible = passes(low)
-    for _ in range(24):
-        middle = (low + high) / 2
-        inside = passes(middle)
-        low, high = np.where(inside, middle, low), np.where(inside, high, middle)
-    accept = np.pad(np.where(possible, high, 0), ((0, 0), (0, 1)))
-    stay = np.cumprod(np.pad(accept[:, :-1], ((0, 0), (1, 0)), constant_values=1), 1) * (1 - accept)
-    uniforms = np.where(np.arange(K)[None] < np.arange(W)[:, None], 0, BELOW_ONE)
-    accepted, laws = run(np.broadcast_to(uniforms[None], (N, W, K)))
-    # A rule that does not stop slot by slot loses mass here, and the law is off.
-    there = (stay > 1e-6) & (accepted == np.arange(W))
-    return np.where(there[..., None], stay[..., None] * laws, 0)
-
-
-def match_mass(rule, P, Q, tokens, count):
-    """The same for a rule that reads the target's choices: all of them are enumerated."""
-    choices, weights, owner = [], [], []
-    for n, gamma in enumerate(count):
-        alive = [np.flatnonzero(P[n, k]) if k <= gamma else [0] for k in range(W)]
-        for choice in product(*alive):
-            choices.append(choice)
-            weights.append(np.prod([float(P[n, k, choice[k]]) for k in range(gamma + 1)]))
-            owner.append(n)
-    choices, weights, owner = np.array(choices, np.int32), np.array(weights), np.array(owner)
-    accepted, laws = call(rule, choices, P[owner], Q[owner], tokens[owner], count[owner])
-    mass = np.zeros((len(tokens), W, V))
-    np.add.at(mass, (owner, accepted), weights[:, None] * laws)
-    return mass
-
-
-def match(choice, p, q, tokens, count):
-    accepted = verify.match(choice, tokens, count)
-    return accepted, jax.nn.one_hot(choice[accepted], V)
-
-
-BOTH = [(verify.token, token_mass), (match, match_mass)]
-
-
-def accepted_drafts(mass, weights):
-    return float(np.einsum("n,nwv,w->", weights, mass, np.arange(W)))
-
-
-def first_token(mass, weights, tokens):
-    """The law [V] of the first token that a round emits."""
-    law = weights @ mass[:, 0]
-    np.add.at(law, tokens[:, 0], weights * mass[:, 1:].sum((1, 2)))
-    return law
-
-
-def law_error(p, v, gamma, mass, weights, tokens):
-    """Largest error of the joint law of gamma + 1 tokens; short rounds are completed from p."""
-    out = {}
-    for path, row, weight in zip(tokens[:, :gamma].tolist(), mass, weights, strict=True):
-        for a, t in product(range(gamma + 1), range(v)):
-            out[*path[:a], t] = out.get((*path[:a], t), 0.0) + weight * row[a, t]
-    worst = 0.0
-    for text in product(range(v), repeat=gamma + 1):
-        steps = [p(text[:k])[text[k]] for k in range(gamma + 1)]
-        got = sum(out[text[: a + 1]] * np.prod(steps[a + 1 :]) for a in range(gamma + 1))
-        worst = max(worst, abs(got - np.prod(steps)))
-    return worst
-
-
-def check(p, q, v, gamma, rule=verify.token, mass_of=token_mass):
-    """Expected accepted drafts and law error of one round."""
-    *rows, weights = path_rows(p, q, v, gamma)
-    mass = mass_of(rule, *rows)
-    return accepted_drafts(mass, weights), law_error(p, v, gamma, mass, weights, rows[2])
-
-
-# ------------------------------------------------------------------------------ exact: tables
-S2 = (constant(1, 2), constant(2, 1))
-S3 = (constant(4, 4, 2), constant(8, 1, 1))
-_BEHIND = {(): [0.5, 0.5], (0,): [0.75, 0.25], (1,): [0.25, 0.75]}
-C2 = (
-    lambda prefix: np.array(_BEHIND[prefix[-1:]]),
-    lambda prefix: np.array([[0.6, 0.4], [0.5, 0.5]])[len(prefix)],
-)
-
-
+# ----------------------------------------------------------------------------- exact: tables
 @pytest.mark.parametrize(
     ("tables", "v", "gamma", "token", "sampled"),
     [
@@ -398,86 +267,6 @@ def test_drafters_may_remember_rejected_tokens(rule, mass_of):
             into, key = (out, longer[:N]) if done else (frontier, (longer, drafted[a:]))
             into[key] = into.get(key, 0.0) + weight * mass[n, path, a, t]
     assert out == near({text: probability(full, text) for text in product(range(2), repeat=N)})
-
-
-# ------------------------------------------------------------------------------- counted draws
-N = 200_000
-CRITICAL = {df: stats.chi2.isf(1e-9, df) for df in range(1, 10)}
-
-
-def chi_square(tokens, p):
-    expected = np.asarray(p, float) * len(tokens)
-    return np.sum((np.bincount(tokens, minlength=len(p)) - expected) ** 2 / expected)
-
-
-@lru_cache(1)
-def fresh():
-    """Draft noise [N, 2, 4], uniforms [N, 2] and residual noise [N, 4] of N rounds of a row."""
-
-    @jax.jit
-    def make(row):
-        draft, accept, rest = sampling.round_keys(row, jnp.arange(N, dtype=jnp.int32))
-        slots = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32)[None], (N, 2))
-        uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(accept)
-        noise = sampling.position_noise(rest, slots[:, :1], 4)[:, 0]
-        return sampling.position_noise(draft, slots, 4), uniforms, noise
-
-    return make(jnp.broadcast_to(sampling.row_keys(3, [0]), (N,)))
-
-
-@jax.jit
-def played(p, q, draft_noise, uniforms, rest_noise):
-    """N rounds under one law p [V], q [N, K, V]: accepted, next tokens and drafts."""
-    v, k = q.shape[-1], q.shape[1]
-    drafts = jnp.argmax(jnp.log(q) + draft_noise[..., :v], axis=-1).astype(jnp.int32)
-    P = jnp.broadcast_to(p[None, None], (N, k + 1, v))
-    count = jnp.full((N,), k, jnp.int32)
-    accepted, law = jax.vmap(verify.token)(P, q, drafts, count, uniforms)
-    following = jnp.argmax(jnp.log(law) + rest_noise[:, :v], axis=-1)
-    return accepted, following.astype(jnp.int32), drafts
-
-
-def first_of(p, q, *noise):
-    accepted, following, drafts = played(p, q, *noise)
-    return np.where(accepted > 0, drafts[:, 0], following), accepted
-
-
-def test_each_draw_has_a_stream_of_its_own():
-    p, q = jnp.array([0.4, 0.3, 0.2, 0.1]), jnp.array([0.1, 0.2, 0.3, 0.4])
-    noise, uniforms, rest = (x[:, :1] if x.shape[1] == 2 else x for x in fresh())
-    same = jnp.exp(-jnp.exp(-noise[:, :, 0]))  # the uniform behind the first token's noise
-    q = jnp.broadcast_to(q[None, None], (N, 1, 4))
-    tokens, accepted = first_of(p, q, noise, uniforms, rest)
-    assert chi_square(tokens, p) < CRITICAL[3]
-    assert abs(float(accepted.mean()) - 0.6) < 5 * np.sqrt(0.24 / N)
-    for wrong in ((uniforms, noise[:, 0]), (same, rest), (same, noise[:, 0])):
-        assert chi_square(first_of(p, q, noise, *wrong)[0], p) > 10 * CRITICAL[3]
-
-
-def test_two_slots_counted():
-    """S3 with two drafts: every cell of (accepted, next token), and the mean."""
-    p, q = (jnp.asarray(table(()), jnp.float32) for table in S3)
-    accepted, following, _ = played(p, jnp.broadcast_to(q[None, None], (N, 2, 3)), *fresh())
-    *rows, weights = path_rows(*S3, 3, 2)
-    exact = np.einsum("n,nwv->wv", weights, token_mass(verify.token, *rows))[:3, :3].ravel()
-    possible, cells = exact > 1e-6, np.asarray(3 * accepted + following)
-    assert possible[cells].all()
-    ranks = (np.cumsum(possible) - 1)[cells]
-    assert chi_square(ranks, exact[possible]) < CRITICAL[possible.sum() - 1]
-    deviation = np.sqrt(exact @ (np.arange(9) // 3 - 0.96) ** 2 / N)
-    assert abs(float(accepted.mean()) - 0.96) < 5 * deviation
-
-
-def test_noise_keyed_by_position_biases_the_token_rule():
-    """A rejected position is drafted again by a q that depends on what was rejected there."""
-    noise, uniforms, rest = fresh()
-    old, p = noise[:, :1], jnp.array([0.7, 0.3])
-    rejected = jnp.argmax(old[:, 0, :2], axis=-1)  # a fair coin
-    q = jnp.array([[0.9, 0.1], [0.5, 0.5]])[rejected][:, None]
-    right, wrong = (first_of(p, q, x, uniforms[:, :1], rest)[0] for x in (noise[:, 1:], old))
-    assert chi_square(right, p) < CRITICAL[1]
-    assert chi_square(wrong, p) > 10 * CRITICAL[1]
-    assert abs(np.mean(wrong == 0) - 53 / 90) < 5 * np.sqrt(0.25 / N)
 
 
 # ------------------------------------------------------------------------- shapes and corners

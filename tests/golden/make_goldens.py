@@ -1,10 +1,10 @@
-"""Make targets.npz and drafters.npz: values by published PyTorch implementations.
+"""Make targets.npz, drafters.npz and generate.npz: values by published PyTorch implementations.
 
-Targets come from transformers (eager attention, float32), drafters from the z-lab package
-`dflash`. Weights and inputs are those of `tests/tiny.py`, so only configs and expected values are
+Targets come from transformers (eager attention, float32), drafters and whole generations from the
+z-lab package `dflash`. Weights and inputs are those of `tests/tiny.py`, so only configs and expected values are
 stored. Run it in the environment of `make parity`, never in the library's own:
 
-    python tests/golden/make_goldens.py            # write both files
+    python tests/golden/make_goldens.py            # write the files
     python tests/golden/make_goldens.py --check    # re-make them and compare with the files
 
 targets.npz   tokens                  int32 [2, 24], the input of every case
@@ -16,7 +16,14 @@ drafters.npz  anchors                 int32 [3, 2], token of slot 0 for each rou
               commits                 int32 [3], new context rows of each round: 9, 4, 1
               <case>/configs          as above; `tiny.drafter_tensors` gives the weights
               <case>/hidden           float32 [3, 2, T, E], after the final norm, for each round
-both          versions                JSON dict of the packages that made the file
+generate.npz  prompts                 int32 [2, 9], -1 behind a shorter prompt
+              <case>/target           config.json of the target; `tiny.target_tensors`, seed
+              <case>/drafter          config.json of the drafter; `tiny.drafter_tensors`, seed
+              <case>/seed             int32, of both networks
+              <case>/tokens           int32 [2, NEW], the greedy new tokens
+              <case>/emitted          int32 [2, NEW - 1], new tokens of every round, then zeros
+              <case>/gap              float32, smallest top-2 logit gap of any choice that counts
+all           versions                JSON dict of the packages that made the file
 """
 
 import argparse
@@ -24,8 +31,10 @@ import json
 import os
 import sys
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -40,6 +49,11 @@ TOLERANCE = 1e-5
 TOKENS = np.random.RandomState(0).randint(0, tiny.VOCAB, (2, 24)).astype(np.int32)
 ANCHORS = np.random.RandomState(1).randint(0, tiny.MASK, (3, 2)).astype(np.int32)
 COMMITS = np.array([9, 4, 1], np.int32)
+PROMPTS = np.full((2, 9), -1, np.int32)
+PROMPTS[0] = np.random.RandomState(2).randint(0, 5, 9)
+PROMPTS[1, :4] = np.random.RandomState(3).randint(0, 5, 4)
+NEW = 40
+MIN_GAP = 1e-3  # far above rounding, so the same choices on every machine
 WITH_HIDDEN = ("llama_gqa_tied", "qwen2_sliding", "qwen3")
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -132,6 +146,26 @@ def drafter_cases():
     }
 
 
+def generation_cases():
+    """Case name -> (seed, target config, drafter config).
+
+    Of six tokens even a random drafter guesses some, several in a row now and then. The seeds were
+    searched for varied tokens, varied rounds and choices without near ties.
+    """
+    ids = {"mask_token_id": 5, "target_layer_ids": list(tiny.TAPS)}
+    small = {"vocab_size": 6, "eos_token_id": ...}
+    target = tiny.target_config("qwen3", **small)
+    window = {"sliding_window": 6, "use_sliding_window": True, "layer_types": [SLIDING] * 2}
+    drafter, sliding = (tiny.drafter_config(dflash_config=ids, **small, **w) for w in ({}, window))
+    by_count = {"sliding_window": 5, "max_window_layers": 2, "use_sliding_window": True}
+    sliding_target = tiny.target_config("qwen3", **small, **by_count)
+    return {
+        "full": (48, target, drafter),
+        "sliding": (48, target, sliding),
+        "sliding_both": (49, sliding_target, sliding),
+    }
+
+
 def load(cls, config, tensors):
     """`cls.from_pretrained` on a directory of the kit; refuses anything missing or unexpected."""
     import torch
@@ -190,6 +224,67 @@ def run_drafter(config):
     return {"hidden": np.stack(rounds)}
 
 
+def gaps(logits):
+    """Difference of the two best logits of each row [..., V]."""
+    best = logits.topk(2, -1).values
+    return best[..., 0] - best[..., 1]
+
+
+def decode(target, drafter, prompt):
+    """New tokens, new tokens of each round, and the smallest gap among the choices that count."""
+    import dflash.model
+    import torch
+
+    drafts, logits_of = [], drafter.compute_logits
+
+    def recorded(hidden, head):
+        drafts.append(logits_of(hidden, head))
+        return drafts[-1]
+
+    prompt = torch.from_numpy(prompt)[None].long()
+    # The package reads its clock behind torch.cuda.synchronize, which a CPU build refuses.
+    cpu_clock = mock.patch.object(dflash.model, "_cuda_time", time.perf_counter)
+    with cpu_clock, mock.patch.object(drafter, "compute_logits", recorded):
+        out = dflash.model.dflash_generate(drafter, target, prompt, NEW, None, return_stats=True)
+    with torch.inference_mode():
+        chosen = target(out.output_ids, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
+    # A round depends on its accepted drafts and the first rejected one, on nothing behind it.
+    rows = [chosen, *(d[0, :n] for d, n in zip(drafts, out.acceptance_lengths, strict=False))]
+    smallest = min(float(gaps(r).min()) for r in rows)
+    return out.output_ids[0, prompt.shape[1] :].numpy(), out.acceptance_lengths, smallest
+
+
+def make_generations():
+    """Arrays by key of all generations; refuses near ties, which machines decide differently."""
+    from dflash.model import DFlashDraftModel
+    from transformers import AutoModelForCausalLM
+
+    out = {"prompts": PROMPTS, "versions": versions()}
+    for name, (seed, *configs) in generation_cases().items():
+        target = load(AutoModelForCausalLM, configs[0], tiny.target_tensors(configs[0], seed))
+        drafter = load(DFlashDraftModel, configs[1], tiny.drafter_tensors(configs[1], seed))
+        runs = [decode(target, drafter, prompt[prompt >= 0]) for prompt in PROMPTS]
+        gap = min(gap for _, _, gap in runs)
+        if gap < MIN_GAP:
+            raise ValueError(f"case {name}: a near tie ({gap:.1e}), choose another seed than {seed}")
+        emitted = [counts + [0] * (NEW - 1 - len(counts)) for _, counts, _ in runs]
+        out |= {
+            f"{name}/target": np.array(json.dumps(configs[0])),
+            f"{name}/drafter": np.array(json.dumps(configs[1])),
+            f"{name}/seed": np.int32(seed),
+            f"{name}/tokens": np.stack([tokens for tokens, _, _ in runs]).astype(np.int32),
+            f"{name}/emitted": np.array(emitted, np.int32),
+            f"{name}/gap": np.float32(gap),
+        }
+    return out
+
+
+def versions():
+    """What made the file."""
+    packages = ("torch", "transformers", "dflash", "numpy")
+    return np.array(json.dumps({name: version(name) for name in packages}))
+
+
 def make(cases, run):
     """Arrays by key of all cases; every config of a case must give the same bits."""
     out = {}
@@ -200,8 +295,7 @@ def make(cases, run):
                 raise ValueError(f"case {name}: not the same model as the first config: {config}")
         out[f"{name}/configs"] = np.array(json.dumps(configs))
         out |= {f"{name}/{key}": value for key, value in arrays.items()}
-    packages = ("torch", "transformers", "dflash", "numpy")
-    out["versions"] = np.array(json.dumps({name: version(name) for name in packages}))
+    out["versions"] = versions()
     return out
 
 
@@ -244,6 +338,7 @@ def main():
     files = {
         HERE / "targets.npz": targets | {"tokens": TOKENS},
         HERE / "drafters.npz": drafters | {"anchors": ANCHORS, "commits": COMMITS},
+        HERE / "generate.npz": make_generations(),
     }
     if args.check:
         return 0 if all([check(path, made) for path, made in files.items()]) else 1
