@@ -35,7 +35,7 @@ from specjax.models import target as networks
 from specjax.models.layers import LayerConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from scripted import Scripted, script  # noqa: E402
+from scripted import Scripted, script
 
 PROMPT = "Gravity is"
 

@@ -248,10 +248,13 @@ def decode(target, drafter, prompt):
         out = dflash.model.dflash_generate(drafter, target, prompt, NEW, None, return_stats=True)
     with torch.inference_mode():
         chosen = target(out.output_ids, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
+    tokens = out.output_ids[0, prompt.shape[1] :]
+    if not torch.equal(chosen.argmax(-1), tokens):
+        raise ValueError("not the target's own greedy tokens")
     # A round depends on its accepted drafts and the first rejected one, on nothing behind it.
     rows = [chosen, *(d[0, :n] for d, n in zip(drafts, out.acceptance_lengths, strict=False))]
     smallest = min(float(gaps(r).min()) for r in rows)
-    return out.output_ids[0, prompt.shape[1] :].numpy(), out.acceptance_lengths, smallest
+    return tokens.numpy(), out.acceptance_lengths, smallest
 
 
 def make_generations():
@@ -266,7 +269,9 @@ def make_generations():
         runs = [decode(target, drafter, prompt[prompt >= 0]) for prompt in PROMPTS]
         gap = min(gap for _, _, gap in runs)
         if gap < MIN_GAP:
-            raise ValueError(f"case {name}: a near tie ({gap:.1e}), choose another seed than {seed}")
+            raise ValueError(
+                f"case {name}: a near tie ({gap:.1e}), choose another seed than {seed}"
+            )
         emitted = [counts + [0] * (NEW - 1 - len(counts)) for _, counts, _ in runs]
         out |= {
             f"{name}/target": np.array(json.dumps(configs[0])),
