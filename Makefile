@@ -44,7 +44,7 @@ smollm2: setup $(VENV)/.smollm2  ## fetch SmolLM2-135M-Instruct and convert it i
 parity: $(PARITY)/.done  ## re-make the goldens with the published PyTorch code and compare
 	$(PARITY)/bin/python tests/golden/make_goldens.py --check
 
-bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, one interleaved run
+bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, a round against dflash
 	$(PARITY)/bin/python experiments/bench_peers.py
 
 clean:  ## remove the environments and everything built

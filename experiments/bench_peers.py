@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -130,6 +131,7 @@ def compare(part: str, arms: tuple[Arm, Arm], peer: str, pairs: int) -> None:
         "pairs": pairs,
         "tokens": len(mine),
         "units": [units, other_units],
+        "load_average": round(os.getloadavg()[0], 1),  # torch suffers far more from a busy core
         "threads": torch.get_num_threads(),
         "specjax_ms": round(medians[0], 2),
         f"{peer}_ms": round(medians[1], 2),

@@ -44,7 +44,7 @@ class Generation:
         None where not asked for.
       stats: a `PromptStats` per prompt.
       settings: what ran: rule, mode, drafting, num_draft, batch, dtype.
-      seconds: wall time of the decoding rounds, prefill and compilation excluded.
+      seconds: wall time of the rounds, prefill excluded; the first call of a shape compiles in it.
     """
 
     text: Any

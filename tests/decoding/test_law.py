@@ -19,8 +19,8 @@ from specjax.decoding.request import RULES
 from specjax.decoding.sampling import make_sampling, row_keys
 from specjax.decoding.state import Decoder, Weights, rows_needed
 
-INDEPENDENT = "match-independent"
 B, CALLS, FIRST, SEED = 8, 6400, 2, 11
+FAST = {"match", "token", 3}
 P = np.array([[4, 3, 2, 1], [1, 5, 2, 2], [3, 3, 1, 3], [1, 1, 2, 6]]) / 10
 
 
@@ -31,9 +31,11 @@ def markov(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafts():
-    """Laws by last token and memory; what was rejected is likely to be drafted again."""
-    noise = np.random.default_rng(1).normal(size=(4, 5, 4))
-    return {"q": jnp.asarray(noise + 2.5 * np.eye(5, 4), jnp.float32)}
+    """Laws by last token and memory; token 0, once rejected, is drafted more often."""
+    q = np.random.default_rng(1).normal(size=(4, 5, 4)) * 0.3
+    q[:, :, 0] += 1.1
+    q[:, 0, 0] += 2.5
+    return {"q": jnp.asarray(q, jnp.float32)}
 
 
 @partial(jax.jit, static_argnums=(0, 4, 5))
@@ -76,12 +78,17 @@ def counts_of(tokens):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-@pytest.mark.parametrize("K", [1, 3])
-@pytest.mark.parametrize("verify", RULES)
+@pytest.mark.parametrize(
+    ("verify", "K"),
+    [
+        pytest.param(verify, K, marks=() if {verify, K} <= FAST else pytest.mark.slow)
+        for verify in RULES
+        for K in (1, 3)
+    ],
+)
 def test_three_tokens_have_the_law_of_the_target(markov, drafts, verify, K, temperature):
     tokens, stats = decode(markov, Table(K), drafts, *RULES[verify], temperature)
     value, freedom = chi_square(counts_of(tokens), text_law(P, FIRST, 3, temperature))
-    print(verify, K, temperature, value, freedom, stats.accepted.sum() / stats.proposed.sum())
     assert value < critical(freedom)
     assert 0 < stats.accepted.sum() < stats.proposed.sum()
 
@@ -98,8 +105,15 @@ def accepts_everything(p, q, tokens, count, uniforms):
 TOKEN = rules.token
 
 
-@pytest.mark.parametrize("K", [1, 3])
-@pytest.mark.parametrize("wrong", ["accepts everything", "hands over another law"])
+@pytest.mark.parametrize(
+    ("wrong", "K"),
+    [
+        ("accepts everything", 3),
+        pytest.param("accepts everything", 1, marks=pytest.mark.slow),
+        pytest.param("hands over another law", 3, marks=pytest.mark.slow),
+        pytest.param("hands over another law", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_token_rule_is_rejected(markov, drafts, monkeypatch, wrong, K):
     drafter = Boastful(K)
     if wrong == "accepts everything":
@@ -107,28 +121,26 @@ def test_a_wrong_token_rule_is_rejected(markov, drafts, monkeypatch, wrong, K):
         monkeypatch.setattr(rules, "token", accepts_everything)
     tokens, _ = decode(markov, drafter, drafts, *RULES["token"], 1.0)
     value, freedom = chi_square(counts_of(tokens), text_law(P, FIRST, 3, 1.0))
-    print(wrong, K, value)
     assert value > 10 * critical(freedom)
 
 
 def test_noise_that_comes_back_with_the_position_is_rejected(markov, drafts):
-    """What `check_rule` refuses, done anyway; one draft a round never drafts a position again."""
-    for K, biased in ((1, False), (3, True)):
-        tokens, _ = decode(markov, Table(K), drafts, "token", "coupled", 1.0)
-        value, freedom = chi_square(counts_of(tokens), text_law(P, FIRST, 3, 1.0))
-        print(K, value)
-        assert (value > 10 * critical(freedom)) == biased
-        assert biased or value < critical(freedom)
+    """What `check_rule` refuses, done anyway: the drafter's memory tells about the noise."""
+    tokens, _ = decode(markov, Table(3), drafts, "token", "coupled", 1.0)
+    value, freedom = chi_square(counts_of(tokens), text_law(P, FIRST, 3, 1.0))
+    assert value > 2 * critical(freedom)
 
 
-@pytest.mark.parametrize(("verify", "rate"), [("token", 0.6), ("match", 0.59), (INDEPENDENT, 0.38)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verify", "rate"), [("token", 0.6), ("match", 13 / 22), ("match-independent", 0.38)]
+)
 def test_the_first_slot_is_accepted_as_often_as_the_rule_allows(tmp_path, verify, rate):
     p, q = np.tile([0.4, 0.4, 0.2], (3, 1)), np.log([0.8, 0.1, 0.1])
     params = {"q": jnp.broadcast_to(jnp.asarray(q, jnp.float32), (3, 4, 3))}
     # A fixed number of rounds: a limit would favour rounds that accept little.
-    _, stats = decode(target(tmp_path, p), Table(3), params, *RULES[verify], 1.0, 64, 15, 3000)
+    _, stats = decode(target(tmp_path, p), Table(3), params, *RULES[verify], 1.0, 64, 15, 1700)
     rounds = stats.rounds.sum()
-    assert rounds == 3000 * B * 15
+    assert rounds == 1700 * B * 15
     got = 1 - stats.histogram[..., 0].sum() / rounds
-    print(verify, got)
     assert abs(got - rate) < 5 * np.sqrt(rate * (1 - rate) / rounds)

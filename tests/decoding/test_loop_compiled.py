@@ -110,12 +110,21 @@ def row_of(tree, b):
     return jax.tree.map(lambda x: x[b : b + 1], tree)
 
 
-def leaves(tree):
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def plain(x):
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+def live(state, b):
+    """Everything of a row that a later round may read; what is behind it may hold anything."""
+    n, count, fresh = int(state.length[b]), int(state.rejected.count[b]), int(state.fresh[b])
+    out = {"tokens": state.tokens[b, :n], "key": jax.random.key_data(state.key[b])}
+    for name in ("length", "limit", "done", "round"):
+        out[name] = getattr(state, name)[b]
+    for layer, (k, v) in enumerate(zip(state.target.k, state.target.v, strict=True)):
+        out[f"keys {layer}"], out[f"values {layer}"] = k[b, :, : n - 1], v[b, :, : n - 1]
+    for name in ("tokens", "features", "final_hidden", "argmax"):
+        out[f"rejected {name}"] = getattr(state.rejected, name)[b, :count]
+    for name in ("rounds", "proposed", "accepted", "histogram"):
+        out[name] = getattr(state.stats, name)[b]
+    if not state.done[b]:  # nobody drafts for a finished row
+        out["features"] = state.features[b, :fresh]
+    return {name: np.asarray(x) for name, x in out.items()}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -128,7 +137,7 @@ def test_rows_in_different_phases_do_not_see_each_other(pair, temperature):
     weights = script(ROWS, answers, right, VOCAB)
     keys = row_keys(2, jnp.arange(n))
     decoder, both, sampling, stops, start = prefilled(
-        loaded, Remembering(7), weights, ROWS, limits, keys, temperature
+        loaded, Remembering(num_draft=7), weights, ROWS, limits, keys, temperature
     )
     log = []  # the state of all rows after every round
     for _ in range(max(rounds) + 1):
@@ -141,14 +150,14 @@ def test_rows_in_different_phases_do_not_see_each_other(pair, temperature):
     assert mixed.rejected.count.tolist() == [0, 0, 7, 3, 0, 0]
 
     def after(rows, width, state):
-        """Leaves of the rows after three more rounds, and what these emitted."""
+        """The state after three more rounds, and what these emitted."""
         part = both._replace(drafter=weights | {k: weights[k][rows] for k in ("script", "right")})
         heat = replace(sampling, temperature=sampling.temperature[:width])
         emitted = []
         for _ in range(3):
             state, info = loop.run_rounds(decoder, part, heat, stops, state, 1)
             emitted.append(np.array(info.emitted[0]))
-        return {name: plain(x) for name, x in leaves(state).items()}, np.array(emitted)
+        return state, np.array(emitted)
 
     together, emitted = after(slice(None), n, jax.tree.map(jnp.copy, mixed))
     assert emitted[:, :3].T.tolist() == [[4, 4, 4], [8, 8, 8], [1, 1, 1]]
@@ -157,12 +166,13 @@ def test_rows_in_different_phases_do_not_see_each_other(pair, temperature):
         alone = replace(jax.tree.map(jnp.copy, mixed), done=mixed.done | (jnp.arange(n) != b))
         same_width, _ = after(slice(None), n, alone)
         one, _ = after(slice(b, b + 1), 1, jax.tree.map(jnp.copy, row_of(mixed, b)))
-        for name, values in together.items():
-            np.testing.assert_array_equal(values[b], same_width[name][b], err_msg=name)
+        wide, narrow = live(same_width, b), live(one, 0)
+        for name, values in live(together, b).items():
+            np.testing.assert_array_equal(values, wide[name], err_msg=name)
             if values.dtype.kind == "f":  # another width may round differently
-                np.testing.assert_allclose(values[b], one[name][0], atol=1e-4, err_msg=name)
+                np.testing.assert_allclose(values, narrow[name], atol=1e-4, err_msg=name)
             else:
-                np.testing.assert_array_equal(values[b], one[name][0], err_msg=name)
+                np.testing.assert_array_equal(values, narrow[name], err_msg=name)
 
 
 # ---------------------------------------------------------------------------- memory, transfers
@@ -179,12 +189,13 @@ def held(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_a_thousand_rounds_hold_what_the_first_held(pair):
-    decoder, weights, sampling, stops, state = probing(pair)
+    decoder, weights, sampling, stops, state = probing(pair, limit=3900, capacity=4096)
     shapes, size = jax.tree.map(lambda x: (x.shape, x.dtype), state), held(state)
     compiled, alive = loop.run_rounds._cache_size(), []
     for _ in range(20):
-        state, log = loop.run_rounds(decoder, weights, sampling, stops, state, 50)
+        state, _ = loop.run_rounds(decoder, weights, sampling, stops, state, 50)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
         assert held(state) == size
         alive.append(held(jax.live_arrays()))
@@ -192,7 +203,7 @@ def test_a_thousand_rounds_hold_what_the_first_held(pair):
     assert loop.run_rounds._cache_size() == compiled + 1
     assert state.stats.rounds.tolist() == [1000]
     assert not state.done.any()
-    assert 0 < int(state.stats.accepted[0])
+    assert int(state.stats.accepted[0]) > 0
 
 
 def test_nothing_is_transferred_inside_a_chunk(pair, monkeypatch):
@@ -227,9 +238,9 @@ def kept_by(drafter, state):
     return replace(state, rejected=replace(state.rejected, **empty))
 
 
-@pytest.mark.parametrize("B", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_caches_are_updated_in_place(pair, B, temperature):
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "B"), [(0.0, 1), (1.0, 3)])
+def test_caches_are_updated_in_place(pair, temperature, B):
     """Donated state: outputs alias the caches, and temporaries are far below one layer of one."""
     decoder, weights, sampling, stops, state = probing(pair, 60, 4096, temperature, B)
     caches, layer = held((state.target, state.draft)), state.target.k[0].nbytes
@@ -238,7 +249,6 @@ def test_caches_are_updated_in_place(pair, B, temperature):
         .compile()
         .memory_analysis()
     )
-    print(memory.alias_size_in_bytes, caches, memory.temp_size_in_bytes, layer)
     assert memory.alias_size_in_bytes >= caches
     assert memory.temp_size_in_bytes < layer
     copied = jax.jit(loop.run_rounds.__wrapped__, static_argnums=(0, 5))
@@ -247,6 +257,7 @@ def test_caches_are_updated_in_place(pair, B, temperature):
 
 
 # ---------------------------------------------------------------------------------------- mesh
+@pytest.mark.slow
 def test_the_loop_on_a_mesh_decodes_the_same(checkpoints, pair):
     mesh = jax.make_mesh((1, 2), ("data", "model"))
     loaded = hub.load_target(checkpoints[0], mesh=mesh)

@@ -1,8 +1,8 @@
 """Make targets.npz, drafters.npz and generate.npz: values by published PyTorch implementations.
 
 Targets come from transformers (eager attention, float32), drafters and whole generations from the
-z-lab package `dflash`. Weights and inputs are those of `tests/tiny.py`, so only configs and expected values are
-stored. Run it in the environment of `make parity`, never in the library's own:
+z-lab package `dflash`. Weights and inputs are those of `tests/tiny.py`, so only configs and
+expected values are stored. Run it in the environment of `make parity`, never in the library's own:
 
     python tests/golden/make_goldens.py            # write the files
     python tests/golden/make_goldens.py --check    # re-make them and compare with the files
