@@ -48,7 +48,7 @@ bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, a 
 	$(PARITY)/bin/python experiments/bench_peers.py
 
 clean:  ## remove the environments and everything built
-	rm -rf $(VENV) $(PARITY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY) .venv-3.12 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.done: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -53,7 +53,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", default="stories260k", help="packaged name, directory, .gguf or hub id"
     )
-    parser.add_argument("--drafter", help="packaged name, directory, hub id, or ngram")
+    parser.add_argument("--drafter", help="directory, hub id, or ngram")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto")
     parser.add_argument(
         "--num-draft",
@@ -78,6 +78,8 @@ def _models(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
         "verify": args.verify,
     }
     if args.drafter is None:
+        if args.num_draft is not None:
+            raise ValueError("--num-draft needs a --drafter")
         return target, None, settings
     if args.drafter != "ngram":
         drafter: Any = specjax.load_drafter(args.drafter, target)

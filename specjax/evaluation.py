@@ -105,12 +105,18 @@ def evaluate(
       One JSON object: `tau` (pooled over rounds, bonus included), `tau_macro` (mean over answers),
       `acceptance_per_position`, `conditional_acceptance`, `tokens_per_s`, `plain_tokens_per_s`,
       `speedup` (ratio of totals), `identical`, `near_ties`, `violations`, `rounds`, `stage_ms`,
-      and what was measured.
+      and what was measured. The three counts are None where a rule promises the target's law and
+      not its text (the token rule, sampled).
     """
+    if isinstance(prompts, str) or not len(prompts):
+        raise ValueError(f"prompts must be a list of at least one prompt, not {prompts!r}")
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, not {repeats}")
     speculative, plain = Arm(), Arm()
     identical, ties, violations = 0, 0, []
     shared = {k: v for k, v in settings.items() if k not in ("num_draft", "verify")}
     made: Any = None
+    comparable = True
     out: Any
     total = repeats * sum(len(turns) for turns in map(_turns, prompts))
     answers = 0
@@ -131,6 +137,9 @@ def evaluate(
                 progress(answers, total)
             if drafter is None or repeat:
                 continue
+            if made.settings["rule"] != "match" and made.settings["mode"] != "greedy":
+                comparable = False  # such a rule keeps the law of the text, not the text
+                continue
             if made.tokens == want:
                 identical += 1
             elif _near_tie(target, ids, want, made.tokens, shared):
@@ -141,10 +150,12 @@ def evaluate(
     if drafter is not None:
         report |= {
             "plain_tokens_per_s": round(plain.tokens_per_s, 2),
-            "speedup": round(speculative.tokens_per_s / plain.tokens_per_s, 3),
-            "identical": identical,
-            "near_ties": ties,
-            "violations": len(violations),
+            "speedup": round(speculative.tokens_per_s / plain.tokens_per_s, 3)
+            if plain.tokens
+            else None,
+            "identical": identical if comparable else None,
+            "near_ties": ties if comparable else None,
+            "violations": len(violations) if comparable else None,
             "violating_prompts": violations[:20],
             "stage_ms": stage_ms(target, drafter, ids, max_new_tokens=max_new_tokens, **settings),
             "settings": made.settings,
@@ -188,12 +199,15 @@ def as_table(reports: Sequence[dict[str, Any]]) -> str:
             continue
         stages = row["stage_ms"]
         tau = "-" if row["tau"] is None else f"{row['tau']:.2f}"
-        equal = f"{row['identical']}/{row['answers']}"
+        speed = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
+        equal, ties, wrong = ("-", "-", "-")
+        if row["identical"] is not None:
+            equal = f"{row['identical']}/{row['answers']}"
+            ties, wrong = row["near_ties"], row["violations"]
         lines.append(
             f"{row['settings']['num_draft']:>6} {tau:>6} {row['tokens_per_s']:>8.1f} "
-            f"{row['plain_tokens_per_s']:>8.1f} {row['speedup']:>8.2f} {stages['draft']:>9.2f} "
-            f"{stages['verify']:>9.2f} {stages['other']:>9.2f} {equal:>10} "
-            f"{row['near_ties']:>5} {row['violations']:>6}"
+            f"{row['plain_tokens_per_s']:>8.1f} {speed:>8} {stages['draft']:>9.2f} "
+            f"{stages['verify']:>9.2f} {stages['other']:>9.2f} {equal:>10} {ties:>5} {wrong:>6}"
         )
     return "\n".join(lines)
 

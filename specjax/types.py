@@ -243,10 +243,3 @@ class Drafter(Protocol):
         sampling: Sampling,
     ) -> tuple[Proposal, Any]:
         """Proposes what follows the anchor `tokens[length - 1]`, at position `length - 1`."""
-
-
-class Rule(Protocol):
-    """A verification rule, pure: processed laws, a proposal and noise in, a verdict out."""
-
-    def __call__(self, p: Array, proposal: Proposal, key: Array) -> Verdict:
-        """p [B, W, V] is the target's processed law behind every verify row."""

@@ -57,6 +57,40 @@ def test_a_wrong_output_is_a_violation(stories, monkeypatch):
     assert report["violating_prompts"] == [1]
 
 
+def test_a_rule_that_keeps_the_law_only_is_not_compared(stories):
+    report = evaluation.evaluate(
+        stories,
+        specjax.NGram(3),
+        ids(stories, "The dog"),
+        max_new_tokens=20,
+        temperature=1.0,
+        verify="token",
+    )
+    assert (report["identical"], report["near_ties"], report["violations"]) == (None, None, None)
+    assert " - " in evaluation.as_table([report])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        ([], {}, "at least one prompt"),
+        ("The dog", {}, "a list"),
+        ([[1]], {"repeats": 0}, "repeats"),
+    ],
+)
+def test_nothing_to_measure_is_refused(stories, prompts, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        evaluation.evaluate(stories, specjax.NGram(3), prompts, **arguments)
+
+
+def test_one_token_answers_have_no_speed(stories):
+    report = evaluation.evaluate(
+        stories, specjax.NGram(3), ids(stories, "The dog"), max_new_tokens=1
+    )
+    assert (report["tau"], report["speedup"], report["identical"]) == (None, None, 1)
+    evaluation.as_table([report])
+
+
 def test_a_difference_at_a_tie_is_a_near_tie(stories):
     (prompt,) = ids(stories, "The dog")
     answer = specjax.generate(stories, prompt, max_new_tokens=20).tokens

@@ -62,12 +62,19 @@ class Adaptive:
     def first(self) -> int:
         """The length to begin a call with."""
         self.calls += 1
-        if not self.trials.any() or self.calls % RETRY == 0:
+        if not self.measured or not self.trials.any() or self.calls % RETRY == 0:
             return self.longest.drafter.num_draft
         return self.best(self.longest.drafter.num_draft)
 
+    @property
+    def measured(self) -> bool:
+        """Whether a round of every length has been timed."""
+        return set(self.lengths) <= set(self.seconds)
+
     def best(self, present: int) -> int:
         """The length with the most tokens per second, the present one unless clearly beaten."""
+        if not self.measured:
+            return present
         rate = {k: self.tokens(k) / self.seconds[k] for k in self.lengths}
         top = max(rate, key=lambda k: rate[k])
         return top if rate[top] > MARGIN * rate[present] else present
@@ -85,15 +92,16 @@ class Adaptive:
             total += survival
         return total
 
-    def observe(self, log: RoundInfo) -> None:
-        """Counts the rounds of a host copy of stacked infos [n, B]."""
-        ran = log.emitted > 0
-        accepted, proposed = log.accepted[ran], log.proposed[ran]
+    def observe(self, log: RoundInfo, length: int) -> None:
+        """Counts the rounds of a host copy of stacked infos [n, B] that could draft `length`.
+
+        A round that proposed less counts as one that accepted no more: it took its time too.
+        """
+        accepted = log.accepted[log.emitted > 0]
         self.hits *= MEMORY
         self.trials *= MEMORY
-        for i in range(len(self.hits)):
-            self.hits[i] += (accepted > i).sum()
-            self.trials[i] += (proposed > i).sum()
+        self.hits[:length] += [(accepted > i).sum() for i in range(length)]
+        self.trials[:length] += len(accepted)
 
 
 @cache
@@ -114,21 +122,22 @@ def decode(
     """Yields (host copy of the infos, seconds) of one chunk of rounds after the other, forever.
 
     `resume` may mark rows as done before a chunk runs. A call that has gone over to plain decoding
-    stays there: the drafter's context is not kept up.
+    stays there: the drafter's context is not kept up. The measurement, once per shape, is in no
+    chunk's seconds.
     """
     _measure(adaptive, weights, sampling, stops, state)
     present = adaptive.longest
     length = adaptive.first()
     while True:
+        begin = time.perf_counter()
         decoder = adaptive.decoder(length)
         if decoder != present:
             state, present = resized(present, decoder, weights, state), decoder
-        begin = time.perf_counter()
         state, log = loop.run_rounds(decoder, weights, sampling, stops, resume(state), ROUNDS)
         log = jax.device_get(log)
         yield log, time.perf_counter() - begin
         if length:
-            adaptive.observe(log)
+            adaptive.observe(log, length)
             length = adaptive.best(length)
 
 
@@ -152,5 +161,5 @@ def _measure(
             ran = int((np.asarray(log.emitted) > 0).any(axis=1).sum())
             if ran:
                 times.append((time.perf_counter() - begin) / ran)
-        # Too short an answer to tell: as if drafting cost nothing, once.
-        adaptive.seconds[length] = min(times[1:], default=1.0)
+        if len(times) > 1:  # else the answer is too short to tell: the next call tries again
+            adaptive.seconds[length] = min(times[1:])

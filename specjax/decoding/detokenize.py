@@ -54,8 +54,10 @@ class TextStream:
         return self._decode(self._ids[:count])
 
     def _find(self, text: str) -> tuple[int, str]:
-        hits = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        return min(hits, default=(-1, ""))
+        # The one that is complete first wins, however the text arrives.
+        hits = [(text.find(stop) + len(stop), stop) for stop in self._stop if stop in text]
+        end, stop = min(hits, default=(0, ""))
+        return end - len(stop), stop
 
     def _completes(self, stop: str, seen: int) -> int:
         """The number of ids after which `stop` first stands in the text."""

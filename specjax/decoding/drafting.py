@@ -62,6 +62,10 @@ class NGram(Plain):
     num_draft: int = 7
     longest: int = 3
 
+    def __post_init__(self) -> None:
+        if self.num_draft < 1 or self.longest < 1:
+            raise ValueError(f"{self}: both numbers must be at least 1")
+
     def propose(
         self,
         params: Params,

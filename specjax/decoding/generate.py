@@ -92,7 +92,7 @@ def generate(
     batch_size: int = BATCH,
     **unsupported: Any,
 ) -> Any:
-    """Decodes prompts, with a drafter several times faster and with the same output.
+    """Decodes prompts, plainly or with a drafter.
 
     Args:
       target: the model.
@@ -152,8 +152,11 @@ def generate(
 
 
 def warmup(target: Target, prompts: Any, **arguments: Any) -> None:
-    """Compiles what `generate` needs for such prompts and arguments, so that it starts at once."""
-    generate(target, prompts, **(arguments | {"stream": False}))
+    """Decodes once and drops it, so that the same call of `generate` finds everything compiled."""
+    made = generate(target, prompts, **arguments)
+    if arguments.get("stream"):
+        for _ in made:
+            pass
 
 
 def compiles() -> int:
@@ -207,7 +210,9 @@ def _prepare(
     ids = [request.token_ids(target, item, enable_thinking=enable_thinking) for item in items]
     limits = request.limits(target, ids, max_new_tokens)
     longest = max(len(row) + limit for row, limit in zip(ids, limits, strict=True))
-    auto = num_draft == "auto" and drafter is not None
+    if num_draft is not None and drafter is None:
+        raise ValueError(f"num_draft {num_draft} without a drafter")
+    auto = num_draft == "auto"
     fixed = num_draft if isinstance(num_draft, int) else None
     if num_draft not in (None, "auto", fixed):
         raise ValueError(f"num_draft={num_draft!r} is not a number, None or 'auto'")
@@ -396,5 +401,5 @@ def _warn_if_useless(call: _Call, rows: list[Row]) -> None:
             f"acceptance length {tau:.2f} over {len(rounds)} rounds: the drafter hardly helps. "
             "Check that it was trained for this target and template, its taps, and its layout "
             "(load_drafter(..., layout=))",
-            stacklevel=4,
+            stacklevel=5,
         )

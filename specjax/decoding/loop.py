@@ -195,6 +195,7 @@ def verify(
     proposal: Proposal,
 ) -> tuple[Verdict, Verified]:
     """Runs the target once over the anchor and the proposal, and applies the rule."""
+    rules.check_rule(decoder.rule, sampling.drafting)
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     tokens = jnp.concatenate([anchor, proposal.tokens], axis=1)  # [B, W]
     rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -323,6 +324,8 @@ def _rejected(
         )
 
     out = verified.out
+    if "draft_hidden" in keeps and proposal.hidden is None:
+        raise ValueError("the drafter keeps draft_hidden, but its proposal has none")
     hidden = out.hidden[:, 0, :K] if proposal.hidden is None else proposal.hidden
     own_choice = argmax(verified.logits)
     return Rejected(

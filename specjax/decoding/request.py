@@ -5,6 +5,7 @@ Everything here runs on the host and raises before any compute.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,10 +40,9 @@ def split(prompts: Any) -> tuple[bool, list[Any]]:
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or not len(prompts):
         raise ValueError(f"prompts must be text, messages, ids or a list of them, not {prompts!r}")
-    kind = type(prompts[0])
-    if issubclass(kind, Mapping) or issubclass(kind, int | np.integer):
-        return True, [prompts]
-    return False, list(prompts)
+    if isinstance(prompts[0], str | Sequence | np.ndarray):
+        return False, list(prompts)
+    return True, [prompts]  # messages, or ids
 
 
 def token_ids(target: Target, prompt: Any, *, enable_thinking: bool) -> list[int]:
@@ -58,7 +58,7 @@ def token_ids(target: Target, prompt: Any, *, enable_thinking: bool) -> list[int
     elif len(prompt) and isinstance(prompt[0], Mapping):
         ids = render_chat(target.tokenizer, prompt, enable_thinking=enable_thinking)
     else:
-        ids = [int(i) for i in prompt]
+        ids = [_whole(i, "a token id") for i in prompt]
         if not ids:
             raise ValueError("a prompt is empty: give at least one token id")
     V = target.config.vocab_size
@@ -74,11 +74,9 @@ def limits(target: Target, prompts: list[list[int]], max_new_tokens: Any) -> lis
     Raises:
       ValueError: not positive, not one per prompt, or beyond the target's context.
     """
-    each = (
-        [max_new_tokens] * len(prompts)
-        if isinstance(max_new_tokens, int | np.integer)
-        else list(max_new_tokens)
-    )
+    single = not isinstance(max_new_tokens, Sequence | np.ndarray)
+    values = [max_new_tokens] * len(prompts) if single else max_new_tokens
+    each = [_whole(value, "max_new_tokens") for value in values]
     if len(each) != len(prompts):
         raise ValueError(f"{len(each)} values of max_new_tokens for {len(prompts)} prompts")
     context = target.config.max_positions
@@ -90,7 +88,7 @@ def limits(target: Target, prompts: list[list[int]], max_new_tokens: Any) -> lis
                 f"a prompt of {len(ids)} tokens and max_new_tokens {limit} exceed the {context} "
                 f"positions of {target.name}: at most {context - len(ids)} new tokens fit"
             )
-    return [int(limit) for limit in each]
+    return each
 
 
 def network(
@@ -109,8 +107,6 @@ def network(
       TypeError: no drafter at all.
     """
     if drafter is None:
-        if num_draft is not None:
-            raise ValueError(f"num_draft {num_draft} without a drafter")
         return Plain(), {}
     if isinstance(drafter, hub.Drafter):
         hub.check_fit(drafter.config, target.config, target.name)
@@ -170,11 +166,19 @@ def stop_ids(target: Target, eos_token_id: Any) -> tuple[int, ...]:
     """The ids that end an answer: the argument, else the model's own."""
     if eos_token_id is None:
         return target.eos_token_ids
-    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    single = not isinstance(eos_token_id, Sequence | np.ndarray)
+    ids = [_whole(i, "eos_token_id") for i in ([eos_token_id] if single else eos_token_id)]
     wrong = [i for i in ids if not 0 <= i < target.config.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_id {wrong[0]} is outside the vocabulary")
     return tuple(ids)
+
+
+def _whole(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, not {value!r}") from None
 
 
 def stop_strings(target: Target, stop: Any, stream: bool) -> tuple[str, ...]:

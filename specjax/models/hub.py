@@ -100,15 +100,13 @@ def load_drafter(
     name: str | Path,
     target: Target,
     *,
-    dtype: Any = None,
     layout: drafter.Layout | None = None,
 ) -> Drafter:
-    """Loads a drafter for `target` from any published layout.
+    """Loads a drafter for `target` from any published layout, in the target's dtype.
 
     Args:
-      name: a packaged name, a local directory or a hub id.
+      name: a local directory or a hub id.
       target: the model it drafts for; its embedding and head are used, never copied.
-      dtype: of the parameters; by default the target's.
       layout: overrides which position a slot predicts ("fill" or "next").
 
     Raises:
@@ -120,7 +118,7 @@ def load_drafter(
     check_fit(config, target.config, target.name)
     checkpoint = open_checkpoint(directory)
     _check_fc(config, checkpoint)
-    dtype = target.params["embed"].dtype if dtype is None else resolve_dtype(dtype)
+    dtype = target.params["embed"].dtype
     mesh = getattr(target.params["embed"].sharding, "mesh", None)
     extra = {*drafter_hf.TARGET_COPIES, *(REDUCED if config.draft_vocab_size else ())}
     loaded = params.load(
@@ -129,7 +127,7 @@ def load_drafter(
     _check_copies(config, checkpoint, target)
     if config.draft_vocab_size is not None:
         loaded["target_ids"] = _target_ids(config, config.draft_vocab_size, checkpoint, mesh)
-    if config.template is not None:
+    if config.template is not None and target.has_tokenizer:
         _warn_template(config.template, target)
     return Drafter(str(name), directory, config, loaded)
 
@@ -155,7 +153,7 @@ def save_target(directory: str | Path, loaded: Target, *, dtype: Any = None) -> 
     files: dict[str, Any] = {
         file.name: file.read_bytes()
         for file in loaded.directory.iterdir()
-        if file.is_file() and ".safetensors" not in file.name
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name
     }
     tensors = params.save(target.table(loaded.config), loaded.params, dtype)
     write_directory(directory, tensors, files | {"config.json": config})
@@ -230,6 +228,11 @@ def check_fit(config: drafter.DrafterConfig, model: target.TargetConfig, name: s
             f"mask_token_id {config.mask_token_id} is not a row of the embedding of {name} "
             f"(0 to {model.vocab_size - 1})"
         )
+    if config.draft_vocab_size is not None and config.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the drafter maps its reduced vocabulary to {config.vocab_size} ids; {name} has "
+            f"{model.vocab_size}"
+        )
 
 
 def _check_tied(checkpoint: Checkpoint) -> None:
@@ -262,8 +265,11 @@ def _check_copies(config: drafter.DrafterConfig, checkpoint: Checkpoint, loaded:
             continue
         own: Array = getattr(vocabulary, field)
         copy = checkpoint.read(name)
-        # Both sides go through the copy's dtype: it may be the coarser one.
-        if copy.shape != own.shape or not np.array_equal(copy, np.asarray(own).astype(copy.dtype)):
+        # Both sides go through both dtypes: either may be the coarser one.
+        mine = np.asarray(own).astype(copy.dtype)
+        if copy.shape != own.shape or not np.array_equal(
+            copy.astype(own.dtype).astype(copy.dtype), mine
+        ):
             raise ValueError(
                 f"{checkpoint.directory}: {name} is not the {field} of {loaded.name}: the drafter "
                 "belongs to another target (or to a fine-tuned one)"

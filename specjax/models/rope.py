@@ -86,7 +86,8 @@ def from_hf(config: Mapping[str, Any], *, default_theta: float | None) -> Rope:
     if by_layer:
         raise ValueError(f"rope parameters by layer type ({by_layer[0]}) are not supported")
     nested = (config.get("rope_parameters") or {}).get("rope_theta")
-    theta = config.get("rope_theta", nested)
+    theta = config.get("rope_theta")
+    theta = nested if theta is None else theta
     theta = default_theta if theta is None else theta
     if theta is None:
         raise ValueError("config.json has neither rope_theta nor rope_parameters.rope_theta")

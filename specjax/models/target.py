@@ -61,7 +61,8 @@ def config_from_hf(config: Mapping[str, Any]) -> TargetConfig:
     family = _family(config)
     get: Callable[..., Any] = {**FAMILIES[family], **config}.get
     _refuse(config)
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
+    sizes = ("vocab_size", "hidden_size", "intermediate_size")
+    for key in (*sizes, "num_hidden_layers", "num_attention_heads"):
         if not isinstance(config.get(key), int) or config[key] < 1:
             raise ValueError(
                 f"config.json: {key} must be a positive integer, not {config.get(key)!r}"

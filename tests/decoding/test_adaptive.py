@@ -32,11 +32,30 @@ def log(accepted, K=7):
 
 def test_expected_tokens_follow_the_rounds_seen(stories):
     known = made(stories)
-    known.observe(log([7, 3, 0, 2]))
+    known.observe(log([7, 3, 0, 2]), 7)
     # Survival: .75, .75, .5, .25, .25, .25, .25
     assert known.tokens(7) == pytest.approx(4.0)
     assert known.tokens(4) == pytest.approx(1 + 0.75 + 0.75 + 0.5 + 0.25)
     assert known.tokens(0) == 1.0
+
+
+def test_rounds_without_a_proposal_count_against_the_drafter(stories):
+    known = made(stories)
+    nine_of_ten = log([7, *[0] * 9])
+    nine_of_ten.proposed[1:] = 0
+    known.observe(nine_of_ten, 7)
+    assert known.tokens(7) == pytest.approx(1.7)
+
+
+def test_an_answer_too_short_to_time_leaves_no_trace(stories):
+    adaptive.known.cache_clear()
+    arguments = dict(drafter=specjax.NGram(5), num_draft="auto", eos_token_id=[])
+    specjax.generate(stories, "The dog", max_new_tokens=4, **arguments)
+    decoder = Decoder(stories.config, specjax.NGram(5))
+    known = adaptive.known(f"stories260k {specjax.NGram(5)}", decoder, 1, 192, "greedy")
+    assert known.seconds == {}
+    specjax.generate(stories, "The dog", max_new_tokens=100, **arguments)
+    assert all(0 < seconds < 0.5 for seconds in known.seconds.values())
 
 
 @pytest.mark.parametrize(
@@ -45,14 +64,14 @@ def test_expected_tokens_follow_the_rounds_seen(stories):
 )
 def test_the_length_with_the_most_tokens_per_second_wins(stories, accepted, best):
     known = made(stories)
-    known.observe(log(accepted))
+    known.observe(log(accepted), 7)
     assert known.lengths == [0, 4, 7]
     assert known.best(7) == best
 
 
 def test_the_present_length_stays_unless_clearly_beaten(stories):
     known = made(stories, seconds=(1.0, 1.5, 1.53))
-    known.observe(log([1] * 4))
+    known.observe(log([1] * 4), 7)
     assert known.best(4) == 4
     assert known.best(7) == 7  # 2 / 1.5 against 2 / 1.53: within the margin
 
@@ -60,7 +79,7 @@ def test_the_present_length_stays_unless_clearly_beaten(stories):
 def test_a_drafter_that_did_not_pay_is_tried_again_now_and_then(stories):
     known = made(stories)
     assert known.first() == 7
-    known.observe(log([0] * 4))
+    known.observe(log([0] * 4), 7)
     assert [known.first() for _ in range(2, adaptive.RETRY)] == [0] * (adaptive.RETRY - 2)
     assert known.first() == 7
 

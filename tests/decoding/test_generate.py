@@ -81,7 +81,7 @@ def test_the_last_position_is_used_and_no_more(tmp_path):  # case B9
 @pytest.mark.parametrize(
     ("prompt", "limit", "message"),
     [
-        ([], 4, "prompt is empty"),
+        ([], 4, "prompts must be"),
         ([3, 512], 4, "token id 512 is outside the vocabulary"),
         ([-1], 4, "token id -1"),
         ([1], 0, "max_new_tokens must be at least 1"),
@@ -99,5 +99,5 @@ def test_an_empty_text_without_bos_is_refused(tmp_path):  # case B11
     target = hub.load_target(
         tiny.write(tmp_path, config, tiny.target_tensors(config), tokenizer=files)
     )
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match="a prompt is empty"):
         specjax.generate(target, "")

@@ -80,6 +80,17 @@ def test_a_stop_string_ends_text_ids_and_logprobs_together(byte_ids, tmp_path, s
     assert streamed == out.text
 
 
+def test_the_stop_string_that_is_complete_first_wins(byte_ids, tmp_path):
+    """However many tokens arrive at once, so with and without a drafter."""
+    ids = byte_ids("X" + TEXT)
+    model = counting(tmp_path, ids)
+    for drafter in (None, perfect(ids[:1], ids[1:], 306)):
+        out = specjax.generate(
+            model, ids[:1], drafter=drafter, max_new_tokens=10, stop=["abc", "b"]
+        )
+        assert (out.text, out.tokens) == ("a", ids[1:3])
+
+
 def test_a_stop_string_that_never_comes_changes_nothing(byte_ids, tmp_path):
     ids = byte_ids("X" + TEXT)
     model = counting(tmp_path, ids)
