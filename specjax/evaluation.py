@@ -56,6 +56,44 @@ class Arm:
         return self.tokens / sum(self.seconds) if sum(self.seconds) else 0.0
 
 
+@dataclass
+class Equality:
+    """Whether the answers of two arms are the same, and where not, why."""
+
+    identical: int = 0
+    ties: int = 0
+    violations: list[int] = field(default_factory=list)
+    promised: bool = True
+
+    def add(
+        self,
+        target: Target,
+        index: int,
+        ids: list[int],
+        want: Any,
+        got: Any,
+        shared: dict[str, Any],
+    ) -> None:
+        """Compares one answer `got` with plain decoding's `want`."""
+        if got.settings["rule"] != "match" and got.settings["mode"] != "greedy":
+            self.promised = False  # such a rule keeps the law of the text, not the text
+        elif got.tokens == want.tokens:
+            self.identical += 1
+        elif _near_tie(target, ids, want.tokens, got.tokens, shared):
+            self.ties += 1
+        else:
+            self.violations.append(index)
+
+    def counts(self) -> dict[str, Any]:
+        """For the report; None where equality was not promised."""
+        return {
+            "identical": self.identical if self.promised else None,
+            "near_ties": self.ties if self.promised else None,
+            "violations": len(self.violations) if self.promised else None,
+            "violating_prompts": self.violations[:20],
+        }
+
+
 def read_prompts(file: str | Path, limit: int | None = None) -> list[list[Any]]:
     """Prompts of a JSON lines file with `prompt`, `messages` or `turns`, each as a list of turns.
 
@@ -112,59 +150,35 @@ def evaluate(
         raise ValueError(f"prompts must be a list of at least one prompt, not {prompts!r}")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
-    speculative, plain = Arm(), Arm()
-    identical, ties, violations = 0, 0, []
+    speculative, plain, equality = Arm(), Arm(), Equality()
     shared = {k: v for k, v in settings.items() if k not in ("num_draft", "verify")}
-    made: Any = None
-    comparable = True
-    out: Any
     total = repeats * sum(len(turns) for turns in map(_turns, prompts))
-    answers = 0
     for repeat in range(repeats):
         for index, ids in _dialogues(target, prompts, max_new_tokens, shared):
-            for arm, extra in ((plain, {}), (speculative, {"drafter": drafter, **settings})):
-                if arm is speculative and drafter is None:
-                    continue
-                call = {**shared, **extra, "max_new_tokens": max_new_tokens}
-                out = _without_compiling(target, ids, call)
-                arm.add(out.stats, out.seconds)
-                if arm is plain:
-                    want = out.tokens
-                else:
-                    made = out
-            answers += 1
+            limit = {"max_new_tokens": max_new_tokens}
+            want = _without_compiling(target, ids, shared | limit)
+            plain.add(want.stats, want.seconds)
+            if drafter is not None:
+                got = _without_compiling(target, ids, settings | limit | {"drafter": drafter})
+                speculative.add(got.stats, got.seconds)
+                if repeat == 0:
+                    equality.add(target, index, ids, want, got, shared)
             if progress is not None:
-                progress(answers, total)
-            if drafter is None or repeat:
-                continue
-            if made.settings["rule"] != "match" and made.settings["mode"] != "greedy":
-                comparable = False  # such a rule keeps the law of the text, not the text
-                continue
-            if made.tokens == want:
-                identical += 1
-            elif _near_tie(target, ids, want, made.tokens, shared):
-                ties += 1
-            else:
-                violations.append(index)
-    report = _report(speculative if drafter is not None else plain)
+                progress(len(plain.stats), total)
+    report = _report(plain if drafter is None else speculative)
     if drafter is not None:
+        speedup = speculative.tokens_per_s / plain.tokens_per_s if plain.tokens else None
         report |= {
             "plain_tokens_per_s": round(plain.tokens_per_s, 2),
-            "speedup": round(speculative.tokens_per_s / plain.tokens_per_s, 3)
-            if plain.tokens
-            else None,
-            "identical": identical if comparable else None,
-            "near_ties": ties if comparable else None,
-            "violations": len(violations) if comparable else None,
-            "violating_prompts": violations[:20],
+            "speedup": None if speedup is None else round(speedup, 3),
+            **equality.counts(),
             "stage_ms": stage_ms(target, drafter, ids, max_new_tokens=max_new_tokens, **settings),
-            "settings": made.settings,
+            "settings": got.settings,
         }
-    first = speculative.stats or plain.stats
     return report | {
         "target": target.name,
         "drafter": getattr(drafter, "name", type(drafter).__name__) if drafter else None,
-        "answers": len(first) // repeats,
+        "answers": len(plain.stats) // repeats,
         "repeats": repeats,
         "max_new_tokens": max_new_tokens,
         "asked": {key: value for key, value in settings.items() if value is not None},

@@ -4,10 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from specjax.decoding.detokenize import TextStream
 from specjax.decoding.stats import PromptStats
 from specjax.types import RoundInfo
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one call made. A single prompt gives single values, a list gives lists.
+
+    Attributes:
+      text: the new text, special tokens left out; None for a target without tokenizer.
+      tokens: the new ids, the stop id included.
+      finish_reason: "stop" (an end-of-text id or a stop string) or "length".
+      logprobs: log softmax of the raw logits (before temperature and filters) at every token, or
+        None where not asked for.
+      stats: a `PromptStats` per prompt.
+      settings: what ran: rule, mode, drafting, num_draft, batch, dtype.
+      seconds: wall time of the rounds, prefill excluded; the first call of a shape compiles in it.
+    """
+
+    text: Any
+    tokens: Any
+    finish_reason: Any
+    logprobs: Any
+    stats: Any
+    settings: dict[str, Any]
+    seconds: float
 
 
 @dataclass

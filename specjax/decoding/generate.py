@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import adaptive, loop, request
-from specjax.decoding.answers import Row, take
+from specjax.decoding.answers import Generation, Row, take
 from specjax.decoding.detokenize import TextStream
 from specjax.decoding.drafting import NGram
 from specjax.decoding.sampling import make_sampling, row_keys
@@ -30,30 +30,6 @@ BUCKET = 128  # smallest text bucket; each further one doubles
 BATCH = 8  # prompts decoded together unless asked otherwise
 STREAM_ROUNDS = 4  # rounds between two looks at the text, when somebody looks
 LOW_TAU, LOW_ROUNDS = 1.1, 20  # a drafter this bad for so long is probably miswired
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What one call made. A single prompt gives single values, a list gives lists.
-
-    Attributes:
-      text: the new text, special tokens left out; None for a target without tokenizer.
-      tokens: the new ids, the stop id included.
-      finish_reason: "stop" (an end-of-text id or a stop string) or "length".
-      logprobs: log softmax of the raw logits (before temperature and filters) at every token, or
-        None where not asked for.
-      stats: a `PromptStats` per prompt.
-      settings: what ran: rule, mode, drafting, num_draft, batch, dtype.
-      seconds: wall time of the rounds, prefill excluded; the first call of a shape compiles in it.
-    """
-
-    text: Any
-    tokens: Any
-    finish_reason: Any
-    logprobs: Any
-    stats: Any
-    settings: dict[str, Any]
-    seconds: float
 
 
 @dataclass(frozen=True)
