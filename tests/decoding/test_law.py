@@ -124,8 +124,11 @@ def test_a_wrong_token_rule_is_rejected(markov, drafts, monkeypatch, wrong, K):
     assert value > 10 * critical(freedom)
 
 
-def test_noise_that_comes_back_with_the_position_is_rejected(markov, drafts):
+def test_noise_that_comes_back_with_the_position_is_rejected(markov, drafts, monkeypatch):
     """What `check_rule` refuses, done anyway: the drafter's memory tells about the noise."""
+    with pytest.raises(ValueError, match="needs fresh noise in every round"):
+        decode(markov, Table(3), drafts, "token", "coupled", 1.0)
+    monkeypatch.setattr(rules, "check_rule", lambda *_: None)
     tokens, _ = decode(markov, Table(3), drafts, "token", "coupled", 1.0)
     value, freedom = chi_square(counts_of(tokens), text_law(P, FIRST, 3, 1.0))
     assert value > 2 * critical(freedom)
