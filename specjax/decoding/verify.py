@@ -6,8 +6,6 @@ target's processed law (see `sampling.law`) behind the anchor and the first k dr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax.numpy as jnp
 
 from specjax.types import Array, SparseLaw
@@ -16,26 +14,11 @@ from specjax.types import Array, SparseLaw
 _NEAR_ZERO = 1e-9
 
 
-@dataclass(frozen=True)
-class RuleNeeds:
-    """What the loop must provide for a rule.
-
-    Attributes:
-      drafting: the ways of drafting under which the output has the target's law.
-      law: whether it reads the law that produced each draft. An argmax has none: a soft law with
-        argmax drafts biases the output.
-      noise: "position": the target's own choices, keyed by absolute position (`position_noise`);
-        "round": fresh uniforms and a fresh draw from the law it returns (`round_keys`).
-    """
-
-    drafting: tuple[str, ...]
-    law: bool
-    noise: str
-
-
+# The ways of drafting under which a rule's output has the target's law. A rule that reads the law
+# of each draft takes argmax drafts as point masses: a soft law with them biases the output.
 RULES = {
-    "match": RuleNeeds(("greedy", "coupled", "independent"), law=False, noise="position"),
-    "token": RuleNeeds(("greedy", "independent"), law=True, noise="round"),
+    "match": ("greedy", "coupled", "independent"),
+    "token": ("greedy", "independent"),
 }
 
 
@@ -47,7 +30,7 @@ def check_rule(name: str, drafting: str) -> None:
     """
     if name not in RULES:
         raise ValueError(f"verify={name!r} is unknown: choose from {', '.join(RULES)}")
-    allowed = RULES[name].drafting
+    allowed = RULES[name]
     if drafting not in allowed:
         raise ValueError(
             f"verify={name!r} with drafting={drafting!r} would not sample from the target: this "

@@ -371,4 +371,4 @@ def test_coupled_drafts_are_refused_by_the_token_rule():
         verify.check_rule("block", "greedy")
     for name, drafting in (("token", "greedy"), ("token", "independent"), ("match", "coupled")):
         verify.check_rule(name, drafting)
-    assert {d for rule in verify.RULES.values() for d in rule.drafting} == set(sampling.DRAFTING)
+    assert {d for ways in verify.RULES.values() for d in ways} == set(sampling.DRAFTING)
