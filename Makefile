@@ -4,7 +4,7 @@ VENV := .venv
 PARITY := .venv-parity
 BIN := $(VENV)/bin
 
-.PHONY: help setup test test-all lint generate eval bench smollm2 parity bench-peers clean
+.PHONY: help setup test test-all lint train generate eval bench smollm2 parity bench-peers bench-train clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -23,9 +23,15 @@ lint: setup  ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-generate: setup  ## tell a story with the packaged model, plainly and with prompt lookup
+# CONFIG may be given; what the run makes is in runs/, and a run that was interrupted goes on.
+CONFIG ?= experiments/configs/stories260k-dflash.json
+
+train: setup $(if $(findstring smollm2,$(CONFIG)),smollm2)  ## train a drafter for the packaged model, and measure it
+	$(BIN)/specjax train --config $(CONFIG)
+
+generate: setup  ## tell a story with the packaged model, plainly and with its drafter
 	$(BIN)/specjax generate
-	$(BIN)/specjax generate --drafter ngram
+	$(BIN)/specjax generate --drafter stories260k-dflash
 
 # TARGET, DRAFTER and PROMPTS may be given: make eval TARGET=smollm2-135m DRAFTER=... PROMPTS=...
 TARGET ?= stories260k
@@ -43,9 +49,13 @@ smollm2: setup $(VENV)/.smollm2  ## fetch SmolLM2-135M-Instruct and convert it i
 
 parity: $(PARITY)/.done  ## re-make the goldens with the published PyTorch code and compare
 	$(PARITY)/bin/python tests/golden/make_goldens.py --check
+	$(PARITY)/bin/python tests/golden/check_published.py
 
 bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, a round against dflash
 	$(PARITY)/bin/python experiments/bench_peers.py
+
+bench-train: $(PARITY)/.done  ## one training step against speculators, and the memory of ours
+	$(PARITY)/bin/python experiments/bench_train.py
 
 clean:  ## remove the environments and everything built
 	rm -rf $(VENV) $(PARITY) .venv-3.12 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -61,9 +71,12 @@ $(VENV)/.smollm2: $(VENV)/.done
 	touch $@
 
 # torch first: asked for by another package it would come as a CUDA build of several GB.
+# The models of speculators need loguru and pydantic; its other requirements are its trainer's.
 $(PARITY)/.done: pyproject.toml
 	test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet torch==2.13.0
 	$(PARITY)/bin/python -m pip install --quiet --editable ".[parity]"
 	$(PARITY)/bin/python -m pip install --quiet --no-deps dflash==0.1.0
+	$(PARITY)/bin/python -m pip install --quiet loguru==0.7.3 "pydantic>=2"
+	$(PARITY)/bin/python -m pip install --quiet --no-deps speculators==0.9.0
 	touch $@

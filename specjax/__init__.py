@@ -1,5 +1,7 @@
 """Block-diffusion speculative decoding in JAX."""
 
+from typing import Any
+
 from specjax.decoding.answers import Generation
 from specjax.decoding.drafting import NGram
 from specjax.decoding.generate import generate, started, warmup
@@ -12,7 +14,9 @@ __all__ = [
     "Generation",
     "NGram",
     "Target",
+    "TrainConfig",
     "evaluate",
+    "fit",
     "generate",
     "load_drafter",
     "load_target",
@@ -25,3 +29,16 @@ __all__ = [
     "step",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Training is imported when it is used: its packages take longer than all the others."""
+    if name == "fit":
+        from specjax.training.run import fit
+
+        return fit
+    if name == "TrainConfig":
+        from specjax.training.config import TrainConfig
+
+        return TrainConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: specjax {generate, eval, info, convert}."""
+"""The command line: specjax {generate, train, eval, export, info, convert}."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     make.add_argument("--seed", type=int, default=0)
     make.set_defaults(run=_generate)
 
+    train = commands.add_parser("train", help="train a drafter, or go on with a run")
+    train.add_argument("--config", required=True, help="a JSON file, as in experiments/configs")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change a value of the config, such as optimizer.learning_rate=1e-3",
+    )
+    train.add_argument("--runs", default="runs", help="folder of all runs")
+    train.add_argument("--dry-run", action="store_true", help="only print memory, bytes and time")
+    train.set_defaults(run=_train)
+
     measure = commands.add_parser("eval", help="measure a drafter: acceptance, speed-up, equality")
     _add_models(measure)
     measure.add_argument("--prompts", required=True, help="JSON lines of prompt, messages or turns")
@@ -30,6 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.add_argument("--sweep", action="store_true", help="try draft lengths")
     measure.add_argument("--json", help="write the report here")
     measure.set_defaults(run=_eval)
+
+    export = commands.add_parser("export", help="write a drafter in a published layout")
+    export.add_argument("drafter", help="packaged name, directory or hub id")
+    export.add_argument("directory", help="where to write")
+    export.add_argument("--target", default="stories260k", help="the model it drafts for")
+    export.add_argument("--layout", default="z-lab", choices=("z-lab", "speculators"))
+    export.set_defaults(run=_export)
 
     info = commands.add_parser("info", help="say what checkpoints are and which fit together")
     info.add_argument("names", nargs="+", metavar="PATH", help="target or drafter, as for generate")
@@ -103,6 +123,26 @@ def _generate(args: argparse.Namespace) -> None:
     if drafter is not None and out.stats.tau is not None:
         facts.append(f"{out.stats.rounds} rounds, {out.stats.tau:.2f} tokens a round")
     print("\n" + ", ".join(facts), file=sys.stderr)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from specjax.training import config, dryrun, run
+
+    wanted = config.read(args.config, args.set)
+    if args.dry_run:
+        print(dryrun.estimate(wanted))
+        return
+    print(run.table(run.fit(wanted, runs=args.runs)))
+    print(f"everything is in {args.runs}/{wanted.name}")
+
+
+def _export(args: argparse.Namespace) -> None:
+    import specjax
+    from specjax.training.export import export
+
+    target = specjax.load_target(args.target)
+    export(specjax.load_drafter(args.drafter, target), args.directory, layout=args.layout)
+    print(args.directory)
 
 
 def _eval(args: argparse.Namespace) -> None:

@@ -22,14 +22,7 @@ import numpy as np
 from specjax.decoding import loop, request
 from specjax.decoding.generate import compiles, generate, started
 from specjax.decoding.sampling import filtered, make_sampling, position_noise, row_keys
-from specjax.decoding.stats import (
-    PromptStats,
-    acceptance_length,
-    acceptance_per_position,
-    acceptance_rate,
-    conditional_acceptance,
-    verify_efficiency,
-)
+from specjax.decoding.stats import PromptStats, summary
 from specjax.models import target as networks
 from specjax.models.hub import Target
 
@@ -165,7 +158,8 @@ def evaluate(
                     equality.add(target, index, ids, want, got, shared)
             if progress is not None:
                 progress(len(plain.stats), total)
-    report = _report(plain if drafter is None else speculative)
+    arm = plain if drafter is None else speculative
+    report = summary(arm.stats) | {"tokens_per_s": round(arm.tokens_per_s, 2)}
     if drafter is not None:
         speedup = speculative.tokens_per_s / plain.tokens_per_s if plain.tokens else None
         report |= {
@@ -255,27 +249,6 @@ def stage_ms(
         )
         state = replace(state, done=jnp.zeros_like(state.done))
     return {stage: round(statistics.median(values[2:]), 3) for stage, values in times.items()}
-
-
-def _report(arm: Arm) -> dict[str, Any]:
-    emitted = [n for stats in arm.stats for n in stats.emitted]
-    accepted = [n for stats in arm.stats for n in stats.accepted]
-    drafted = [n for stats in arm.stats for n in stats.drafted]
-    slots = max(drafted, default=0)
-    each = [stats.tau for stats in arm.stats if stats.tau is not None]
-    tau = acceptance_length(emitted)
-    return {
-        "tau": None if tau is None else round(tau, 4),
-        "tau_macro": round(statistics.fmean(each), 4) if each else None,
-        "tau_untruncated": round(1 + sum(accepted) / len(accepted), 4) if accepted else None,
-        "acceptance_rate": acceptance_rate(accepted, drafted),
-        "acceptance_per_position": acceptance_per_position(accepted, slots),
-        "conditional_acceptance": conditional_acceptance(accepted, slots),
-        "verify_efficiency": verify_efficiency(emitted, drafted),
-        "rounds": len(emitted),
-        "new_tokens": sum(stats.new_tokens for stats in arm.stats),
-        "tokens_per_s": round(arm.tokens_per_s, 2),
-    }
 
 
 def _turns(prompt: Any) -> list[Any]:

@@ -253,17 +253,17 @@ def tokenizer_files(base=300):
     }
 
 
-def successor_target(directory, successor, tokenizer=None, **overrides):
+def successor_target(directory, successor, tokenizer=None, layers=1, **overrides):
     """A real Llama directory whose greedy continuation of x is successor[x], whatever came before.
 
-    Embeddings are one-hot, the layer adds nothing, and the head reads the successor off.
+    Embeddings are one-hot, the layers add nothing, and the head reads the successor off.
     """
     vocab = len(successor)
     config = target_config(
         "llama",
         vocab_size=vocab,
         hidden_size=vocab,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=4,

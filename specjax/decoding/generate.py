@@ -22,7 +22,7 @@ from specjax.decoding.sampling import make_sampling, row_keys
 from specjax.decoding.state import Decoder, Weights, rows_needed
 from specjax.decoding.stats import PromptStats, acceptance_length
 from specjax.models.hub import Target
-from specjax.models.packaged import cache_dir
+from specjax.models.packaged import keep_compiled
 from specjax.types import RoundInfo, Sampling, SpecState
 
 CHUNK = 64  # prompt rows of one prefill pass
@@ -354,8 +354,7 @@ def _say(message: str) -> None:
 
 def _announce(call: _Call, batch: int, capacity: int, sampling: Sampling) -> None:
     """Says once per shape that it compiles, and keeps what is compiled between processes."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # the user's choice wins
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+    keep_compiled()
     _say(
         f"compiling {call.target.name} for batch {batch}, {capacity} rows, "
         f"{call.decoder.drafter.num_draft} drafts, {sampling.mode} (once per shape)"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -61,3 +63,28 @@ def verify_efficiency(emitted: Sequence[int], drafted: Sequence[int]) -> float |
     """Share of verified rows that became output: committed / (drafted + rounds)."""
     rows = sum(drafted) + len(emitted)
     return sum(emitted) / rows if rows else None
+
+
+def summary(stats: Sequence[PromptStats]) -> dict[str, Any]:
+    """The acceptance of many answers: `tau` (pooled over rounds, bonus included), `tau_macro` (mean
+    over answers) with its `standard_error`, `tau_untruncated` (stops and limits not counted), and
+    the other figures of this file."""
+    emitted = [n for one in stats for n in one.emitted]
+    accepted = [n for one in stats for n in one.accepted]
+    drafted = [n for one in stats for n in one.drafted]
+    slots = max(drafted, default=0)
+    each = [one.tau for one in stats if one.tau is not None]
+    spread = statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else None
+    tau = acceptance_length(emitted)
+    return {
+        "tau": None if tau is None else round(tau, 4),
+        "tau_macro": round(statistics.fmean(each), 4) if each else None,
+        "standard_error": None if spread is None else round(spread, 4),
+        "tau_untruncated": round(1 + sum(accepted) / len(accepted), 4) if accepted else None,
+        "acceptance_rate": acceptance_rate(accepted, drafted),
+        "acceptance_per_position": acceptance_per_position(accepted, slots),
+        "conditional_acceptance": conditional_acceptance(accepted, slots),
+        "verify_efficiency": verify_efficiency(emitted, drafted),
+        "rounds": len(emitted),
+        "new_tokens": sum(one.new_tokens for one in stats),
+    }

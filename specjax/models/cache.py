@@ -30,10 +30,16 @@ def write(rows: Array, new: Array, start: Array) -> Array:
     that is followed by an independent write makes XLA copy the cache.
     """
     new = new.transpose(0, 2, 1, 3)
-    # One update per batch row: XLA keeps these in place, a scatter over rows it does not.
-    for b in range(rows.shape[0]):
-        rows = jax.lax.dynamic_update_slice(rows, new[b : b + 1], (b, 0, start[b], 0))
-    return rows
+
+    # One update per batch row: XLA keeps these in place, a scatter over rows it does not. A loop,
+    # since the compile time of a large batch would be that of its updates.
+    def put(b: Any, rows: Array) -> Array:
+        own = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=0)
+        return jax.lax.dynamic_update_slice(rows, own, (b, jnp.int32(0), start[b], jnp.int32(0)))
+
+    if rows.shape[0] == 1:
+        return put(jnp.int32(0), rows)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(rows.shape[0]), put, rows)
 
 
 def append(cache: KVCache, k: tuple[Array, ...], v: tuple[Array, ...], count: Array) -> KVCache:

@@ -1,4 +1,4 @@
-"""Published drafter layouts: z-lab and DeepSpec (read and written), speculators (read).
+"""Published drafter layouts, read and written: z-lab, DeepSpec and speculators.
 
 The layouts disagree about names, about which position a slot predicts and about how a tapped
 layer is counted. All of it is settled here; nothing that matters is guessed.
@@ -6,7 +6,7 @@ layer is counted. All of it is settled here; nothing that matters is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.models import rope
@@ -22,6 +22,7 @@ TARGET_COPIES = {
     "lm_head.weight": "head",
     "verifier_lm_head.weight": "head",
 }
+SPECULATORS_VERSION = "0.9.0"  # the release whose format `config_to_speculators` writes
 
 
 def config_from_hf(config: Mapping[str, Any], *, layout: Layout | None = None) -> DrafterConfig:
@@ -71,19 +72,118 @@ def config_to_hf(config: DrafterConfig) -> dict[str, Any]:
     """
     if config.draft_vocab_size is not None:
         raise ValueError("a drafter with a reduced vocabulary cannot be written in this layout")
-    layers = config.layers
-    windows = [window for window in layers.windows if window is not None]
-    if len(set(windows)) > 1:
-        raise ValueError(f"one sliding window can be written, not {sorted(set(windows))}")
     own = {
         "target_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token_id,
     }
     written: dict[str, Any] = {
         "architectures": ["DFlashDraftModel" if config.layout == "fill" else "Qwen3DSparkModel"],
-        "model_type": "qwen3",
         "block_size": config.block_size,
         "sample_from_anchor": config.layout == "next",
+        **_layers_to_hf(config),
+    }
+    if config.layout == "fill":
+        written |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dflash_config": own}
+    else:
+        written |= {**own, "markov_rank": 0, "enable_confidence_head": False, "num_anchors": 512}
+    default = tuple(window is not None for window in config.layers.windows)
+    if config.causal != default:
+        if len(set(config.causal)) > 1:
+            raise ValueError("is_causal holds for all layers; this drafter mixes both kinds")
+        written["is_causal"] = config.causal[0]
+    if config.target_hidden_size != config.layers.hidden_size:
+        written["target_hidden_size"] = config.target_hidden_size
+    if config.embedding_scale != 1.0:
+        written["input_embedding_scale"] = config.embedding_scale
+    if config.output_multiplier != 1.0:
+        written["output_multiplier"] = config.output_multiplier
+    if config.logit_softcap is not None:
+        written["final_logit_softcapping"] = config.logit_softcap
+    if config.template is not None:
+        written["specjax"] = {"template": config.template}
+    return written
+
+
+def config_to_speculators(
+    config: DrafterConfig, *, verifier: str | None, architectures: Sequence[str]
+) -> dict[str, Any]:
+    """The config.json of a drafter in the layout of the package `speculators`.
+
+    Its layer ids count the embedding as 0, one more than `taps`. Its full layers are always
+    bidirectional; its sliding layers are causal, or all bidirectional by a flag. (Where its own
+    trainer counts a window from the anchor for every slot of a block, this library and the serving
+    engines count it from each slot.)
+
+    Args:
+      config: the drafter.
+      verifier: hub id or directory that readers fetch the target's embedding and head from, or
+        None: they must be given both.
+      architectures: of the target, as in its config.json.
+
+    Raises:
+      ValueError: something that this layout has no word for, by name.
+    """
+    _check_speculators(config)
+    greedy = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
+    written: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": SPECULATORS_VERSION,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps],
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "sample_from_anchor": config.layout == "next",
+        "sliding_window_non_causal": _slides_both_ways(config),
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _layers_to_hf(config),
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
+        },
+    }
+    if config.template is not None:
+        written["specjax"] = {"template": config.template}
+    return written
+
+
+def _check_speculators(config: DrafterConfig) -> None:
+    unsaid = {
+        "target_hidden_size": config.target_hidden_size != config.layers.hidden_size,
+        "embedding_scale": config.embedding_scale != 1.0,
+        "output_multiplier": config.output_multiplier != 1.0,
+        "logit_softcap": config.logit_softcap is not None,
+    }
+    for name, present in unsaid.items():
+        if present:
+            raise ValueError(
+                f"the speculators layout cannot hold {name} = {getattr(config, name)}: "
+                "use the z-lab layout"
+            )
+    slides = [window is not None for window in config.layers.windows]
+    both_ways = _slides_both_ways(config)
+    if list(config.causal) != [sliding and not both_ways for sliding in slides]:
+        raise ValueError(
+            f"the speculators layout cannot hold causal = {list(config.causal)} with windows "
+            f"{list(config.layers.windows)}: its full layers are bidirectional and its sliding "
+            "layers all alike; use the z-lab layout"
+        )
+
+
+def _slides_both_ways(config: DrafterConfig) -> bool:
+    kinds = zip(config.layers.windows, config.causal, strict=True)
+    return any(window is not None and not causal for window, causal in kinds)
+
+
+def _layers_to_hf(config: DrafterConfig) -> dict[str, Any]:
+    layers = config.layers
+    windows = [window for window in layers.windows if window is not None]
+    if len(set(windows)) > 1:
+        raise ValueError(f"one sliding window can be written, not {sorted(set(windows))}")
+    return {
+        "model_type": "qwen3",
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,
         "hidden_size": layers.hidden_size,
@@ -106,26 +206,6 @@ def config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         "max_window_layers": layers.num_layers,
         **_rope_to_hf(layers.rope),
     }
-    if config.layout == "fill":
-        written |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dflash_config": own}
-    else:
-        written |= {**own, "markov_rank": 0, "enable_confidence_head": False, "num_anchors": 512}
-    default = tuple(window is not None for window in layers.windows)
-    if config.causal != default:
-        if len(set(config.causal)) > 1:
-            raise ValueError("is_causal holds for all layers; this drafter mixes both kinds")
-        written["is_causal"] = config.causal[0]
-    if config.target_hidden_size != layers.hidden_size:
-        written["target_hidden_size"] = config.target_hidden_size
-    if config.embedding_scale != 1.0:
-        written["input_embedding_scale"] = config.embedding_scale
-    if config.output_multiplier != 1.0:
-        written["output_multiplier"] = config.output_multiplier
-    if config.logit_softcap is not None:
-        written["final_logit_softcapping"] = config.logit_softcap
-    if config.template is not None:
-        written["specjax"] = {"template": config.template}
-    return written
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[LayerConfig, tuple[bool, ...]]:
@@ -201,6 +281,7 @@ def _from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window_non_causal": config.get("sliding_window_non_causal", False),
         "target_hidden_size": config.get("target_hidden_size"),
         "draft_vocab_size": None if draft_vocab == inner.get("vocab_size") else draft_vocab,
+        "specjax": config.get("specjax"),
     }
 
 

@@ -1,4 +1,5 @@
-"""Models known by name: one inside the package, one converted from a registry package."""
+"""Models known by name: a target and its drafter inside the package, and a target converted from a
+registry package."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import importlib.util
 import os
 from pathlib import Path
 
+import jax
+
 from specjax.models.storage import open_checkpoint, read_json
 
-PACKAGED = ("stories260k", "smollm2-135m")
+PACKAGED = ("stories260k", "stories260k-dflash", "smollm2-135m")
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -27,13 +30,19 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "specjax"
 
 
+def keep_compiled() -> None:
+    """Keeps compiled programs in the cache folder, unless JAX already has a place for them."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+
+
 def resolve(name: str) -> Path | None:
     """The model directory behind a packaged name, or None for any other name.
 
     Raises:
       FileNotFoundError: the model has not been converted on this machine yet.
     """
-    if name == "stories260k":
+    if name in ("stories260k", "stories260k-dflash"):
         return _ASSETS / name
     if name == "smollm2-135m":
         directory = cache_dir() / name

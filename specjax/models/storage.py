@@ -69,6 +69,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_file(path: str | Path, data: bytes) -> None:
+    """Replaces a file at once: a kill or a full disk leaves the old one, or none."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Writes a JSON file whole or not at all."""
+    write_file(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
+
+
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Opens the safetensors of a model directory (one file, or shards named by an index).
 

@@ -30,6 +30,17 @@ def load_tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
+def tokenizer_fingerprint(directory: Path) -> str | None:
+    """Names a tokenizer by its files; None where a directory holds none."""
+    if not has_tokenizer(directory):
+        return None
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        file = directory / name
+        digest.update(file.read_bytes() if file.exists() else b"")
+    return digest.hexdigest()[:16]
+
+
 def token_ids(encoded: Any) -> list[int]:
     """A flat list of ids from what tokenizers return: a list, an array, or a mapping of them.
 

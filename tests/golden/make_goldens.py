@@ -230,7 +230,7 @@ def gaps(logits):
     return best[..., 0] - best[..., 1]
 
 
-def decode(target, drafter, prompt):
+def decode(target, drafter, prompt, new=NEW):
     """New tokens, new tokens of each round, and the smallest gap among the choices that count."""
     import dflash.model
     import torch
@@ -245,7 +245,7 @@ def decode(target, drafter, prompt):
     # The package reads its clock behind torch.cuda.synchronize, which a CPU build refuses.
     cpu_clock = mock.patch.object(dflash.model, "_cuda_time", time.perf_counter)
     with cpu_clock, mock.patch.object(drafter, "compute_logits", recorded):
-        out = dflash.model.dflash_generate(drafter, target, prompt, NEW, None, return_stats=True)
+        out = dflash.model.dflash_generate(drafter, target, prompt, new, None, return_stats=True)
     with torch.inference_mode():
         chosen = target(out.output_ids, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
     tokens = out.output_ids[0, prompt.shape[1] :]

@@ -1,0 +1,1 @@
+"""Training a drafter: answers of the target, packed batches, objectives and the trainer."""

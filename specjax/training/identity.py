@@ -1,0 +1,65 @@
+"""Which target is this: one short name for a configuration and its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models import params as tables
+from specjax.models import target as networks
+from specjax.models.hub import Target
+
+
+def fingerprint(target: Target) -> str:
+    """16 hex digits that name a target: its configuration and every weight.
+
+    Weights count as bfloat16, so that a checkpoint has one name in every dtype it is loaded in;
+    a change that rounds away there is not seen. The same on every device, mesh and process.
+    """
+    table = networks.table(target.config)
+    sums: dict[str, Any] = {}
+    jax.tree.map(
+        lambda param, value: sums.update({param.hf: _digest(value)}),
+        table,
+        target.params,
+        is_leaf=tables.is_param,
+    )
+    said = {
+        "config": _said(target.config),
+        "tensors": {name: np.asarray(value).tolist() for name, value in sorted(sums.items())},
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _digest(x: jax.Array) -> jax.Array:
+    """[2] uint32: sums modulo 2**32 of the bits, each times an odd number that is its own.
+
+    Integer sums do not depend on their order, hence neither on device nor sharding; an odd factor
+    lets no single changed value vanish.
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    mixed = index * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(0x85EBCA6B)
+    mixed = mixed ^ (mixed >> jnp.uint32(13))
+    other = mixed * jnp.uint32(0xC2B2AE35) ^ (mixed >> jnp.uint32(16))
+    one = jnp.uint32(1)
+    return jnp.stack([jnp.sum(bits * (factor | one)) for factor in (mixed, other)])
+
+
+def _said(value: Any) -> Any:
+    """A config as JSON values. Fields at their default are left out, so that a field that is
+    added later does not rename the targets of before."""
+    if not is_dataclass(value):
+        return list(value) if isinstance(value, tuple) else value
+    pairs = ((field, getattr(value, field.name)) for field in fields(value))
+    return {field.name: _said(own) for field, own in pairs if own != field.default}

@@ -1,0 +1,321 @@
+"""What a drafter is trained for: losses per slot, their weights, and sums that add up.
+
+A loss is one function in `LOSSES`, a way to weigh slots one function in `WEIGHTS`; both read the
+`Scores` of some blocks. Everything is returned as sums over slots, so that micro-batches and
+devices add up to what one big batch gives: a mean of means would weigh short batches up.
+
+The head of the target is most of a training step. It runs over a few blocks at a time, and the
+gradient with respect to the hidden states is made in the same visit: the frozen head needs none of
+its own, so nothing of the size of the vocabulary is kept for the backward pass, and nothing is
+computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax.models import drafter, target
+from specjax.models.drafter import DrafterConfig
+from specjax.training.blocks import Labels
+from specjax.types import Array, Params, Vocabulary
+
+# Decay of the exponential weights by block size (DFlash, arXiv 2602.06036).
+GAMMA: Mapping[int, float] = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the sum of losses, each slot by its weight.
+
+    Attributes:
+      losses: names in `LOSSES` with their coefficients.
+      weights: a name in `WEIGHTS`.
+      gamma: decay of "exponential"; None: 7, 5, 4 for blocks of 16, 10, 8.
+      alpha: smoothing of "dpace", 0 to 1.
+
+    Raises:
+      ValueError: an unknown name or a number out of range.
+    """
+
+    losses: tuple[tuple[str, float], ...] = (("ce", 1.0),)
+    weights: str = "exponential"
+    gamma: float | None = None
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, _ in self.losses:
+            if name not in LOSSES:
+                raise ValueError(f"loss {name!r} is unknown; choose from {', '.join(LOSSES)}")
+        if not self.losses or len(dict(self.losses)) < len(self.losses):
+            raise ValueError(f"losses {self.losses} must name at least one loss, and each once")
+        if self.weights not in WEIGHTS:
+            raise ValueError(
+                f"weights {self.weights!r} are unknown; choose from {', '.join(WEIGHTS)}"
+            )
+        if self.gamma is not None and not self.gamma > 0:
+            raise ValueError(f"gamma must be positive, not {self.gamma}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether a loss reads the target's distribution."""
+        return any(name in READ_TARGET for name, _ in self.losses)
+
+    def decay(self, block_size: int) -> float:
+        """Gamma for blocks of this size; ValueError where it has no default."""
+        if self.gamma is not None:
+            return self.gamma
+        if block_size not in GAMMA:
+            raise ValueError(
+                f"gamma has no default for blocks of {block_size} (only for "
+                f"{', '.join(map(str, GAMMA))}): set objective.gamma"
+            )
+        return GAMMA[block_size]
+
+
+@struct.dataclass
+class Sums:
+    """Sums over slots and blocks, float32. They add up; loss / weight is the mean."""
+
+    loss: Array  # []: weighted; the only one with a gradient
+    weight: Array  # []: of all labels
+    correct: Array  # [K]: labels that are the drafter's first choice
+    seen: Array  # [K]: labels
+    expected: Array  # []: drafts that greedy verification of the recorded text would accept
+    blocks: Array  # []: blocks with a label
+
+    def __add__(self, other: Sums) -> Sums:
+        return jax.tree.map(jnp.add, self, other)
+
+    @property
+    def mean(self) -> Array:
+        """loss / weight, and 0 where there was no label."""
+        return self.loss / jnp.where(self.weight > 0, self.weight, 1.0)
+
+
+class Scores(NamedTuple):
+    """What losses and weights read of some blocks; n blocks of K slots, V' tokens."""
+
+    log_q: Array  # [n, K, V'] float32, the drafter's law
+    label: Array  # [n, K] float32, log q of the label; -inf where V' lacks it
+    mask: Array  # [n, K] bool
+    log_p: Array | None  # [n, K, V'] float32, the target's law, without gradient
+
+
+def cross_entropy(scores: Scores) -> Array:
+    """-log q of the recorded token, [n, K]."""
+    return -scores.label
+
+
+def kl(scores: Scores) -> Array:
+    """KL(p || q) of the target's law from the drafter's, [n, K]."""
+    assert scores.log_p is not None
+    return jnp.sum(jnp.exp(scores.log_p) * (scores.log_p - scores.log_q), axis=-1)
+
+
+LOSSES: Mapping[str, Callable[[Scores], Array]] = {"ce": cross_entropy, "kl": kl}
+READ_TARGET = frozenset({"kl"})
+
+
+def exponential(objective: Objective, config: DrafterConfig, scores: Scores) -> Array:
+    """exp(-(k - 1) / gamma) for slot k = 1 .. K, [1, K] (DFlash, arXiv 2602.06036)."""
+    k = jnp.arange(scores.mask.shape[-1], dtype=jnp.float32)[None, :]
+    return jnp.exp(-k / objective.decay(config.block_size))
+
+
+def dpace(objective: Objective, config: DrafterConfig, scores: Scores) -> Array:
+    """sum_{j >= k} prod_{i <= j} ((1 - alpha) q_i + alpha), [n, K] (D-PACE, arXiv 2605.18810).
+
+    q_i is the drafter's probability of the label. A slot counts for all later ones that it keeps
+    alive; slots without a label keep nothing.
+    """
+    alive = (1 - objective.alpha) * jnp.exp(scores.label) + objective.alpha
+    reach = jnp.where(scores.mask, jnp.cumprod(jnp.where(scores.mask, alive, 1.0), axis=-1), 0.0)
+    return jnp.flip(jnp.cumsum(jnp.flip(reach, -1), axis=-1), -1)
+
+
+WEIGHTS: Mapping[str, Callable[[Objective, DrafterConfig, Scores], Array]] = {
+    "exponential": exponential,
+    "dpace": dpace,
+}
+
+
+def loss_sums(
+    objective: Objective,
+    config: DrafterConfig,
+    params: Params,
+    vocabulary: Vocabulary,
+    hidden: Array,
+    labels: Labels,
+    target_hidden: Array | None = None,
+    *,
+    chunk: int,
+    rows: Array | None = None,
+) -> Sums:
+    """Runs the head over all blocks and sums the objective.
+
+    Differentiable in `hidden` (reverse mode), through `loss` alone; vocabulary and target are
+    frozen. Memory is that of one chunk's logits, whatever the number of blocks.
+
+    Args:
+      objective: losses and weights.
+      config: the drafter.
+      params: its parameters.
+      vocabulary: the target's head, in the dtype of `hidden`.
+      hidden: [B, A, K, E] from `blocks.hidden`.
+      labels: from `blocks.block_labels`.
+      target_hidden: [B, A, K, E], the target's final states from `blocks.target_rows`, where a
+        loss reads them.
+      chunk: blocks whose logits exist at a time; rounded to the same number of every batch row,
+        so that data-parallel rows stay on their devices, and to at least one.
+      rows: sorted token ids [V'] that stand for the whole vocabulary. A label outside makes the
+        loss infinite.
+
+    Raises:
+      ValueError: no target states, no gamma, a chunk below 1, or a drafter with a head of its own.
+    """
+    if "head" in params:
+        raise ValueError(
+            "this drafter has a head of its own over a reduced vocabulary, which is not trained "
+            "here; train one with the target's head and restrict the loss by `rows`"
+        )
+    if objective.needs_target and target_hidden is None:
+        raise ValueError(f"losses {dict(objective.losses)} need the target's final hidden states")
+    if objective.weights == "exponential":
+        objective.decay(config.block_size)
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, not {chunk}")
+    head, tokens = vocabulary.head, labels.tokens
+    if rows is not None:
+        found = jnp.searchsorted(rows, tokens).astype(jnp.int32)
+        found = jnp.minimum(found, rows.shape[0] - 1)
+        tokens = jnp.where(rows[found] == tokens, found, -1)
+        head = head[rows]
+    teacher = target_hidden if objective.needs_target else None
+    per_row = max(1, chunk // hidden.shape[0])
+    return _head_sums((objective, config, per_row), hidden, head, tokens, labels.mask, teacher)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head_sums(static: Any, hidden: Array, *fixed: Any) -> Sums:
+    """The sums; `fixed` is head [V', E], tokens, mask [B, A, K], target states or None."""
+    return _over_chunks(static, hidden, *fixed, with_gradient=False)[0]
+
+
+def _forward(static: Any, hidden: Array, *fixed: Any) -> tuple[Sums, Array]:
+    return _over_chunks(static, hidden, *fixed, with_gradient=True)
+
+
+def _backward(static: Any, gradient: Array, cotangents: Sums) -> tuple[Array | None, ...]:
+    scale = cotangents.loss.astype(gradient.dtype).reshape((1,) * gradient.ndim)
+    return gradient * scale, None, None, None, None
+
+
+_head_sums.defvjp(_forward, _backward)
+
+
+def _over_chunks(
+    static: Any,
+    hidden: Array,
+    head: Array,
+    tokens: Array,
+    mask: Array,
+    teacher: Array | None,
+    *,
+    with_gradient: bool,
+) -> tuple[Sums, Any]:
+    """The sums over all blocks and, if asked for, the gradient of `loss` in `hidden`."""
+    objective, config, per_row = static
+    B, A, K, E = hidden.shape
+    steps = -(-A // per_row)
+    size = -(-A // steps)  # even chunks: the last one holds the fewest rows of padding
+
+    def split(x: Array) -> Array:  # [B, A, ...] -> [steps, B, size, ...]
+        x = jnp.pad(x, ((0, 0), (0, steps * size - A)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(B, steps, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def body(total: Sums, piece: Any) -> tuple[Sums, Any]:
+        def loss(x: Array, *rest: Any) -> tuple[Array, Sums]:
+            sums = _chunk_sums(objective, config, head, x, *rest)
+            return sums.loss, sums
+
+        if with_gradient:
+            gradient, sums = jax.grad(loss, has_aux=True)(*piece)
+            return total + sums, gradient
+        return total + loss(*piece)[1], None
+
+    zero, slots = jnp.zeros((), jnp.float32), jnp.zeros((K,), jnp.float32)
+    start = Sums(zero, zero, slots, slots, zero, zero)
+    pieces = jax.tree.map(split, (hidden, tokens, mask, teacher))
+    sums, gradient = jax.lax.scan(body, start, pieces)
+    if with_gradient:
+        gradient = gradient.swapaxes(0, 1).reshape(B, steps * size, K, E)[:, :A]
+    return sums, gradient
+
+
+def _chunk_sums(
+    objective: Objective,
+    config: DrafterConfig,
+    head: Array,
+    hidden: Array,  # [B, size, K, E]
+    tokens: Array,
+    mask: Array,
+    teacher: Array | None,
+) -> Sums:
+    K, E = hidden.shape[2:]
+    mask, tokens = mask.reshape(-1, K), tokens.reshape(-1, K)
+    vocabulary = Vocabulary(head, head)
+    logits = drafter.unembed(config, {}, vocabulary, hidden.reshape(-1, K, E))  # [n, K, V']
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+    chosen = _logit_of(logits, tokens)
+    log_p = None
+    if teacher is not None:
+        states = jax.lax.stop_gradient(teacher).reshape(-1, K, E)
+        log_p = jax.nn.log_softmax(target.unembed(vocabulary, states), axis=-1)
+    scores = Scores(logits - log_total[..., None], chosen - log_total, mask, log_p)
+
+    weights = WEIGHTS[objective.weights](objective, config, jax.lax.stop_gradient(scores))
+    weights = jnp.where(mask, weights, 0.0)
+    loss = sum(factor * LOSSES[name](scores) for name, factor in objective.losses)
+    hits = (mask & (chosen == top)).astype(jnp.float32)  # argmax costs a pass; ties are no matter
+    seen = mask.astype(jnp.float32)
+    return Sums(
+        loss=jnp.sum(weights * jnp.where(mask, loss, 0.0)),
+        weight=jnp.sum(weights),
+        correct=jnp.sum(hits, axis=0),
+        seen=jnp.sum(seen, axis=0),
+        expected=jnp.sum(jnp.cumprod(hits, axis=-1)),
+        blocks=jnp.sum(seen[:, 0]),
+    )
+
+
+@jax.custom_vjp
+def _logit_of(logits: Array, tokens: Array) -> Array:
+    """logits [n, K, V'] of the tokens [n, K]; -inf for a token of -1.
+
+    The gradient is a comparison that melts into whatever reads it, where that of a gather would be
+    a scatter into zeros of the size of the logits.
+    """
+    found = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, :, None], axis=-1)[..., 0]
+    return jnp.where(tokens >= 0, found, -jnp.inf)
+
+
+def _logit_of_forward(logits: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _logit_of(logits, tokens), (jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2), tokens)
+
+
+def _logit_of_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    ids, tokens = saved
+    return jnp.where(ids == tokens[:, :, None], cotangent[:, :, None], 0.0), None
+
+
+_logit_of.defvjp(_logit_of_forward, _logit_of_backward)
