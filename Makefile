@@ -26,20 +26,28 @@ lint: setup  ## check style and types
 # CONFIG may be given; what the run makes is in runs/, and a run that was interrupted goes on.
 CONFIG ?= experiments/configs/stories260k-dflash.json
 
-train: setup $(if $(findstring smollm2,$(CONFIG)),smollm2)  ## train a drafter for the packaged model, and measure it
+train: setup $(findstring smollm2,$(CONFIG))  ## train a drafter for the packaged model, and measure it
 	$(BIN)/specjax train --config $(CONFIG)
 
 generate: setup  ## tell a story with the packaged model, plainly and with its drafter
 	$(BIN)/specjax generate
 	$(BIN)/specjax generate --drafter stories260k-dflash
 
-# TARGET, DRAFTER and PROMPTS may be given: make eval TARGET=smollm2-135m DRAFTER=... PROMPTS=...
+# TARGET, DRAFTER, PROMPTS (files) and EVAL (further options) may be given.
 TARGET ?= stories260k
+ifeq ($(TARGET),smollm2-135m)
 DRAFTER ?= ngram
+PROMPTS ?= $(patsubst %,experiments/prompts/%.jsonl,gsm8k-test mbpp-test mt-bench)
+EVAL ?= --limit 20 --repeats 3
+else
+DRAFTER ?= stories260k-dflash
 PROMPTS ?= experiments/prompts/stories.jsonl
+endif
 
-eval: setup  ## measure a drafter: acceptance, speed-up, equality of the output
-	$(BIN)/specjax eval --target $(TARGET) --drafter $(DRAFTER) --prompts $(PROMPTS)
+eval: setup $(filter smollm2,$(subst -, ,$(TARGET)))  ## measure a drafter: acceptance, speed-up, equality of the output
+	for file in $(PROMPTS); do echo "$$file"; \
+	  $(BIN)/specjax eval --target $(TARGET) --drafter $(DRAFTER) --prompts $$file $(EVAL) || exit 1; \
+	done
 
 bench: smollm2  ## what a speculative round costs, on SmolLM2-135M
 	$(BIN)/python experiments/bench.py

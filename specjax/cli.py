@@ -126,13 +126,13 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from specjax.training import config, dryrun, run
+    from specjax.training import config, dryrun, report, run
 
     wanted = config.read(args.config, args.set)
     if args.dry_run:
         print(dryrun.estimate(wanted))
         return
-    print(run.table(run.fit(wanted, runs=args.runs)))
+    print(report.table(run.fit(wanted, runs=args.runs)))
     print(f"everything is in {args.runs}/{wanted.name}")
 
 

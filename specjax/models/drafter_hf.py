@@ -58,7 +58,7 @@ def config_from_hf(config: Mapping[str, Any], *, layout: Layout | None = None) -
         logit_softcap=merged.get("final_logit_softcapping") or None,
         template=(merged.get("specjax") or {}).get("template"),
     )
-    _check(parsed)
+    check_config(parsed)
     return parsed
 
 
@@ -316,7 +316,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
             raise ValueError(f"drafter config: {key} = {config[key]!r} is not supported")
 
 
-def _check(config: DrafterConfig) -> None:
+def check_config(config: DrafterConfig) -> None:
+    """Raises ValueError for a drafter that cannot run: slots, taps, mask token or head counts."""
     if not (
         isinstance(config.mask_token_id, int) and 0 <= config.mask_token_id < config.vocab_size
     ):

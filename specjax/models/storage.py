@@ -90,6 +90,32 @@ def write_json(path: str | Path, content: Any) -> None:
     write_file(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
 
 
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each value that differs: its dotted name, what was saved and what is asked now.
+
+    Values are compared and shown as JSON has them: a tuple is a list, and 1 is not 1.0.
+
+    Raises:
+      TypeError: a value that JSON cannot hold.
+    """
+    before, after = _flat(saved), _flat(now)
+    return [
+        f"  {name}: saved {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
+        for name in dict.fromkeys([*after, *before])
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted name -> JSON text of every value that is not an object itself."""
+    if not isinstance(value, Mapping) or (prefix and not value):
+        return {prefix: json.dumps(value)}
+    flat: dict[str, str] = {}
+    for name, part in value.items():
+        flat |= _flat(part, f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Opens the safetensors of a model directory (one file, or shards named by an index).
 

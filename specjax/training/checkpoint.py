@@ -32,6 +32,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from specjax.models.storage import differences
+
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 UNFINISHED = ".unfinished"
@@ -90,7 +92,9 @@ class Checkpoints:
         Raises:
           ValueError: a step that is not past the latest, a state without arrays.
           TypeError: a leaf or a value of `meta` that cannot be stored.
-          OSError: the write failed (a full disk). Earlier checkpoints are as they were.
+          OSError: the write failed (a full disk).
+
+        Earlier checkpoints are as they were after any error.
         """
         step = operator.index(step)
         latest = max(self.steps(), default=-1)
@@ -121,13 +125,15 @@ class Checkpoints:
                 checkpointer.save(partial / ARRAYS, args=ocp.args.PyTreeSave(arrays))
             if jax.process_index() == 0:
                 _commit(partial, manifest, self.directory / str(step))
-        except Exception as error:
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if not _is_io(error):
+                raise
             raise OSError(
                 f"{self.directory / str(step)} could not be written ({error}); the finished "
                 f"checkpoints are untouched: {self.steps()}. Free space on that disk, or save "
                 "elsewhere, and continue from the latest"
-            ) from None
+            ) from error
         if jax.process_index() == 0:
             self._prune()
         multihost_utils.sync_global_devices(f"checkpoint {step}")
@@ -155,7 +161,7 @@ class Checkpoints:
             )
         saved, expected = manifest["leaves"], _leaves(like)
         now = {path: _kind(path, leaf) for path, leaf in expected.items()}
-        if lines := _differences({path: kind for path, (kind, _) in saved.items()}, now):
+        if lines := differences({path: kind for path, (kind, _) in saved.items()}, now):
             raise ValueError(
                 f"{self.directory / str(step)} holds another state; restore it with the config "
                 "it was saved with:\n" + "\n".join(lines)
@@ -230,29 +236,11 @@ class Checkpoints:
 
 def check_meta(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises a ValueError with one line for each value that differs from the saved one."""
-    if lines := _differences(_flat(saved), _flat(now)):
+    if lines := differences(saved, now):
         raise ValueError(
             "the run was saved with other settings; restore them, or start another run:\n"
             + "\n".join(lines)
         )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted name -> JSON text of every value that is not an object itself."""
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: json.dumps(value)}
-    flat: dict[str, str] = {}
-    for name, part in value.items():
-        flat |= _flat(part, f"{prefix}.{name}" if prefix else str(name))
-    return flat
-
-
-def _differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return [
-        f"  {name}: saved {saved.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
-        for name in dict.fromkeys([*now, *saved])
-        if saved.get(name) != now.get(name)
-    ]
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
@@ -314,6 +302,12 @@ def _rebuilt(leaf: Any, extra: Any, array: Any) -> Any:
         return array
     sharding = _sharding(leaf)
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+
+
+def _is_io(error: BaseException) -> bool:
+    """Whether a write failed: tensorstore, below orbax, makes it a ValueError with the code."""
+    told = isinstance(error, ValueError) and re.search(r"os_error_code|OS error", str(error))
+    return isinstance(error, OSError) or bool(told)
 
 
 def _finished(entry: Path) -> bool:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from specjax.models.drafter import DrafterConfig, Layout
+from specjax.models.drafter_hf import check_config
 from specjax.models.hub import Target
 from specjax.models.layers import LayerConfig
 from specjax.models.target import check_taps
 from specjax.models.text import template_fingerprint
+from specjax.training import jsonfile
 from specjax.training.objectives import Objective
+
+# What a number may be; none of it holds for NaN.
+RULES: Mapping[str, Callable[[Any], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "0 or more": lambda value: 0 <= value < math.inf,
+    "positive and finite": lambda value: 0 < value < math.inf,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
+    "between 0 and 4294967295": lambda value: 0 <= value < 2**32,  # seeds
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,16 @@ class Source:
     seed: int = 0
     batch_size: int = 48
 
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        _check(self, "at least 1", "limit", "max_new_tokens", "batch_size")
+        _check(self, "positive and finite", "weight")
+        _check(self, "0 or more", "temperature", "top_k")
+        _check(self, "above 0 and at most 1", "top_p")
+        _check(self, "between 0 and 4294967295", "seed")
+        if self.prompts is None and self.limit is None:
+            raise ValueError(f"limit of {self.name!r}, without prompts, must say how many texts")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -70,6 +91,26 @@ class Shape:
     head_dim: int | None = None
     intermediate_size: int | None = None
 
+    def __post_init__(self) -> None:
+        sizes = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        _check(self, "at least 1", "layers", *sizes)
+        if self.num_drafts < 1:
+            raise ValueError(
+                f"block_size {self.block_size} leaves no slot to draft a token in "
+                f"(layout {self.layout!r})"
+            )
+        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, not {self.head_dim}")
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of one block."""
+        return self.block_size - (self.layout == "fill")
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -92,6 +133,11 @@ class Optimizer:
     b1: float = 0.9
     b2: float = 0.95
 
+    def __post_init__(self) -> None:
+        _check(self, "positive and finite", "learning_rate", "clip")
+        _check(self, "0 or more", "weight_decay")
+        _check(self, "at least 0 and below 1", "warmup", "b1", "b2")
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -106,6 +152,7 @@ class HeldOut:
       every: steps between two teacher-forced walks; 0: only at the end.
       walked: prompts of a walk on the way; the last one takes all.
       decoded: prompts that are decoded at the end with and without the drafter.
+      repeats: timed passes over them.
       temperatures: at which they are decoded.
       drafts: draft lengths with which they are decoded; empty: all that a block holds.
     """
@@ -118,8 +165,16 @@ class HeldOut:
     every: int = 500
     walked: int = 50
     decoded: int = 16
+    repeats: int = 1
     temperatures: tuple[float, ...] = (0.0, 1.0)
     drafts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = ("limit", "max_new_tokens", "batch_size", "walked", "decoded", "repeats")
+        _check(self, "at least 1", *counts, "drafts")
+        _check(self, "0 or more", "every", "temperatures")
+        if not self.temperatures:
+            raise ValueError("temperatures is empty: give at least one")
 
 
 @dataclass(frozen=True)
@@ -151,6 +206,7 @@ class TrainConfig:
       keep: latest checkpoints that are kept; the best one is kept beside them.
       tensorboard: write event files too (needs tensorboardX).
       seed: of the initial parameters, the packing and the anchors.
+      license: of the drafter, for its card; a hub licence id.
     """
 
     name: str
@@ -177,43 +233,88 @@ class TrainConfig:
     keep: int = 2
     tensorboard: bool = False
     seed: int = 0
+    license: str | None = None
 
     def __post_init__(self) -> None:
-        positive = ("steps", "row_length", "rows", "anchors", "accumulate", "head_chunk")
-        for name in (*positive, "data_parallel", "model_parallel", "checkpoint_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        counts = ("steps", "row_length", "rows", "anchors", "accumulate", "head_chunk")
+        devices = ("data_parallel", "model_parallel")
+        _check(self, "at least 1", *counts, *devices, "checkpoint_every", "keep")
+        _check(self, "positive and finite", "cache_gb")
+        _check(self, "between 0 and 4294967295", "seed")
+        _check_name(self.name)
+        self._check_sources()
         if self.rows % (self.accumulate * self.data_parallel):
             raise ValueError(
                 f"rows {self.rows} must be a multiple of accumulate {self.accumulate} times "
                 f"data_parallel {self.data_parallel}"
             )
-        if not self.sources:
-            raise ValueError("sources is empty: there is nothing to train on")
+        if self.anchors >= self.row_length:
+            raise ValueError(
+                f"anchors must be at most {self.row_length - 1}, not {self.anchors}: the last "
+                f"token of a row (row_length {self.row_length}) has nothing to predict"
+            )
+        if max(1, round(self.optimizer.warmup * self.steps)) >= max(2, self.steps):
+            raise ValueError(
+                f"optimizer.warmup {self.optimizer.warmup} leaves none of {self.steps} steps"
+            )
+        for name, weight in self.objective.losses:
+            if not 0 < weight < math.inf:
+                raise ValueError(
+                    f"objective.losses.{name} must be positive and finite, not {weight}"
+                )
         if (self.drafter is None) == (self.init_from is None):
             raise ValueError("give either drafter (a new network) or init_from (a checkpoint)")
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name {self.name!r} does not name a folder")
+        drafts = self.heldout.drafts if self.heldout else ()
+        if self.drafter and max(drafts, default=0) > self.drafter.num_drafts:
+            raise ValueError(
+                f"heldout.drafts must be at most {self.drafter.num_drafts}, what a block of "
+                f"{self.drafter.block_size} holds, not {max(drafts)}"
+            )
+
+    def _check_sources(self) -> None:
+        if not self.sources:
+            raise ValueError("sources is empty: there is nothing to train on")
+        names = [source.name for source in self.sources]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ValueError(
+                    f"sources.{i}.name {name!r} is also that of sources.{names.index(name)}"
+                )
+
+
+def _check(config: Any, rule: str, *names: str) -> None:
+    """Raises ValueError for a named value, or one in a tuple, that breaks a rule; None is free."""
+    for name in names:
+        value = getattr(config, name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is not None and not RULES[rule](item):
+                raise ValueError(f"{name} must be {rule}, not {item}")
+
+
+def _check_name(name: str) -> None:
+    if not name or "/" in name or name.startswith("."):
+        raise ValueError(f"name {name!r} does not name a folder")
 
 
 def read(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
     """Reads a JSON config and applies changes like "optimizer.learning_rate=1e-3".
 
     Raises:
-      ValueError: no JSON, an unknown key, or a value of another type, by its dotted name.
+      ValueError: no JSON, an unknown key, a value of another type or one that no run can have,
+        by its dotted name.
     """
     try:
         raw = json.loads(Path(file).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     for change in changes:
-        _change(raw, change)
+        jsonfile.change(raw, change)
     return from_json(raw)
 
 
 def from_json(raw: Mapping[str, Any]) -> TrainConfig:
     """The config behind a JSON object; ValueError names what does not fit."""
-    return _read(TrainConfig, raw, "")
+    return jsonfile.read(TrainConfig, raw)
 
 
 def to_json(config: Any) -> dict[str, Any]:
@@ -225,10 +326,14 @@ def drafter_config(shape: Shape, target: Target) -> DrafterConfig:
     """The network that `shape` describes, for this target.
 
     Raises:
-      ValueError: taps or a mask token that the target does not have.
+      ValueError: taps or a mask token that the target does not have, or sizes that do not fit
+        together with its own.
     """
     model, own = target.config.layers, dataclasses.asdict(shape)
-    check_taps(shape.taps, model.num_layers)
+    try:
+        check_taps(shape.taps, model.num_layers)
+    except ValueError as error:
+        raise ValueError(f"drafter.taps: {error}") from None
     if not shape.taps:
         raise ValueError("drafter.taps is empty: a drafter reads at least one target layer")
     if not 0 <= shape.mask_token_id < target.config.vocab_size:
@@ -243,10 +348,10 @@ def drafter_config(shape: Shape, target: Target) -> DrafterConfig:
         rope=model.rope,
         windows=(None,) * shape.layers,
         qk_norm=True,
-        **{name: own[name] or getattr(model, name) for name in sizes},
+        **{name: getattr(model, name) if own[name] is None else own[name] for name in sizes},
     )
     chats = target.has_tokenizer and target.tokenizer.chat_template
-    return DrafterConfig(
+    made = DrafterConfig(
         layers=layers,
         causal=(False,) * shape.layers,
         taps=shape.taps,
@@ -259,75 +364,8 @@ def drafter_config(shape: Shape, target: Target) -> DrafterConfig:
         num_target_layers=model.num_layers,
         template=template_fingerprint(target.tokenizer) if chats else None,
     )
-
-
-def _change(raw: dict[str, Any], change: str) -> None:
-    path, sign, text = change.partition("=")
-    if not sign:
-        raise ValueError(f"--set {change}: write it as name=value, such as steps=100")
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text  # a bare word is a string
-    *parents, last = path.split(".")
-    where: Any = raw
-    for key in parents:
-        where = _item(where, key, change) if isinstance(where, list) else where.setdefault(key, {})
-        if not isinstance(where, dict | list):
-            raise ValueError(f"--set {change}: {key} holds no further names")
-    if isinstance(where, list):
-        _item(where, last, change)
-        where[int(last)] = value
-    else:
-        where[last] = value
-
-
-def _item(values: list[Any], key: str, change: str) -> Any:
-    if not key.isdecimal() or int(key) >= len(values):
-        raise ValueError(f"--set {change}: {key} is not one of the entries 0 to {len(values) - 1}")
-    return values[int(key)]
-
-
-def _read(kind: Any, value: Any, path: str) -> Any:
-    """`value` of a JSON file as `kind`, a type annotation of a config."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _read(next(a for a in arguments if a is not type(None)), value, path)
-    if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f"{path} = {value!r} is not one of {', '.join(map(str, arguments))}")
-        return value
-    if origin is tuple:
-        if arguments[-1] is not Ellipsis:
-            pair = zip(arguments, value, strict=True)
-            return tuple(_read(kind, item, f"{path}.{i}") for i, (kind, item) in enumerate(pair))
-        if isinstance(value, dict):  # names and weights
-            value = [list(item) for item in value.items()]
-        if not isinstance(value, list):
-            raise ValueError(f"{path} = {value!r} must be a list")
-        return tuple(_read(arguments[0], item, f"{path}.{i}") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, value, path)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{path} = {value!r} must be {kind.__name__}")
-    return value
-
-
-def _read_dataclass(kind: Any, value: Any, path: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{path or 'the config'} = {value!r} must be an object")
-    known = {entry.name: entry for entry in dataclasses.fields(kind)}
-    annotations = typing.get_type_hints(kind)
-    unknown = sorted(set(value) - set(known))
-    here = f"{path}." if path else ""
-    if unknown:
-        raise ValueError(f"{here}{unknown[0]} is unknown; known are {', '.join(known)}")
-    for name, entry in known.items():
-        optional = (entry.default, entry.default_factory) != (dataclasses.MISSING,) * 2
-        if name not in value and not optional:
-            raise ValueError(f"{here}{name} is missing")
-    return kind(**{name: _read(annotations[name], value[name], here + name) for name in value})
+        check_config(made)
+    except ValueError as error:
+        raise ValueError(f"drafter: {error}") from None
+    return made

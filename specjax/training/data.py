@@ -253,6 +253,8 @@ def _finish(
         "documents": len(answers),
         "tokens": len(tokens),
         "answer_tokens": len(tokens) - int(prompt_lengths.sum()),
+        # For people: answers are used with the target in any dtype, though near ties may differ.
+        "computed_in": str(target.params["embed"].dtype),
         "sha256": hashlib.sha256(data.getbuffer()).hexdigest(),
     }
     write_file(directory / ANSWERS, data.getvalue())

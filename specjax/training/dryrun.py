@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from typing import Any
 
@@ -20,6 +19,7 @@ from specjax.training.packing import Batch
 from specjax.training.trainer import States
 
 TIMED = 3  # steps
+BYTES = 12  # of a parameter and its two moments, float32
 
 
 def estimate(config: TrainConfig) -> str:
@@ -28,8 +28,7 @@ def estimate(config: TrainConfig) -> str:
     Bytes of the cache and numbers of tokens are upper bounds: every answer is taken to be as long
     as it may be.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        setup = run.prepare(config, folder)
+    setup = run.prepare(config)
     documents, asked, answers = 0, 0, 0
     for source in config.sources:
         prompts = run.prompts_of(source)
@@ -39,14 +38,19 @@ def estimate(config: TrainConfig) -> str:
         answers += len(lengths) * source.max_new_tokens
     seconds, memory = _timed(setup)
     count = params.count(backbone.table(setup.network))
+    everything = ""
+    if config.vocabulary == "data":
+        everything = f"; timed over all {setup.target.config.vocab_size:,} tokens, not the data's"
     lines = {
         "drafter": f"{count:,} parameters, {2 * count / 1e6:.1f} MB exported in bfloat16",
         "training text": f"{documents:,} documents, at most {asked + answers:,} tokens, of which "
         f"the target answers at most {answers:,}",
-        "memory of a step": f"{memory / 1e6:,.0f} MB beside the target",
+        "memory": f"{memory} and {BYTES * count / 1e6:,.0f} MB of parameters and moments, beside "
+        "the target",
         "time": f"{seconds:.2f} s a step, {config.steps * seconds / 60:.0f} min for "
-        f"{config.steps:,} steps, {config.rows * config.row_length / seconds:,.0f} tokens/s",
-        "checkpoints": f"{12 * count / 1e6:.0f} MB each, {config.keep + 1} at most",
+        f"{config.steps:,} steps, {config.rows * config.row_length / seconds:,.0f} tokens/s; "
+        f"answers, cache and evaluation are not included{everything}",
+        "checkpoints": f"{BYTES * count / 1e6:.0f} MB each, {config.keep + 1} at most",
     }
     tapped = len(setup.network.taps) + config.objective.needs_target
     width = tapped * setup.target.config.layers.hidden_size * DTYPE.itemsize
@@ -70,8 +74,8 @@ def _lengths(target: Any, prompts: list[list[Any]]) -> list[int]:
     return [len(request.token_ids(target, turn, enable_thinking=False)) for turn in asked]
 
 
-def _timed(setup: run.Setup) -> tuple[float, int]:
-    """Seconds of a step on random text, and the temporary memory that it needs."""
+def _timed(setup: run.Setup) -> tuple[float, str]:
+    """Seconds of a step on random text, and the temporary memory that it needs, in words."""
     config, plan = setup.config, setup.plan
     optimizer = trainer.make_optimizer(config.optimizer, config.steps)
     state = trainer.fresh_state(plan, optimizer, mesh=setup.mesh, params=setup.start)
@@ -95,7 +99,10 @@ def _timed(setup: run.Setup) -> tuple[float, int]:
     step = trainer.make_step(plan, optimizer)
     arguments = (setup.target.params, batch, states, None)
     compiled = step.lower(state, *arguments).compile()
-    memory = compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    memory = "temporary memory that this backend does not tell"
+    if analysis is not None:
+        memory = f"{analysis.temp_size_in_bytes / 1e6:,.0f} MB of temporary memory in a step"
     state, _ = compiled(state, *arguments)
     jax.block_until_ready(state)
     begin = time.perf_counter()

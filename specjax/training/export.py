@@ -23,7 +23,7 @@ from specjax.models.drafter import DrafterConfig
 from specjax.models.storage import read_json, write_directory
 
 Format = Literal["z-lab", "speculators"]
-CARD_KEYS = ("target", "base_model", "license", "data", "report", "command")
+CARD_KEYS = ("target", "base_model", "license", "data", "report", "command", "config")
 TAGS = ("speculative-decoding", "block-diffusion", "dflash", "drafter")
 
 
@@ -45,7 +45,8 @@ def export(
       layout: "z-lab" or "speculators".
       card: what the card tells beyond the config; any of: `target` (name), `base_model` (hub id),
         `license` (a hub licence id), `data` (a sentence), `report` (as `specjax eval --json` or a
-        run's report.json), `command` (what made it).
+        run's report.json), `command` (what made it), `config` (of the run; written beside the card
+        as training.json).
       dtype: of the tensors.
       target: the model it drafts for; the drafter is checked against it. Needed for
         "speculators", whose config names the target's architectures.
@@ -139,7 +140,8 @@ def _contents(
         raise ValueError(f"layout {layout!r} is not 'z-lab' or 'speculators'")
     readme = model_card(drafter.name, drafter.config, card, layout=layout, dtype=dtype)
     config["dtype"] = jnp.dtype(dtype).name
-    return tensors, {"config.json": config, "README.md": readme}
+    files = {"config.json": config, "README.md": readme}
+    return tensors, files | ({"training.json": card["config"]} if card.get("config") else {})
 
 
 def _speculators(

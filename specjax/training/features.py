@@ -12,8 +12,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tqdm.auto import tqdm
 
 from specjax.models import target as networks
 from specjax.models.hub import Target
-from specjax.models.storage import read_json, write_json
+from specjax.models.storage import differences, read_json, write_json
 from specjax.models.target import TargetConfig
 from specjax.training.data import Documents
 from specjax.training.identity import fingerprint
@@ -38,6 +40,7 @@ DTYPE = np.dtype(ml_dtypes.bfloat16)  # of everything in a cache
 
 _MANIFEST = "manifest.json"
 _PARTIAL = "manifest.partial.json"  # the same content, while the files below still grow
+_BATCHES = "batches"  # a key of both: how states are batched, which must not change on the way
 _FEATURES, _FINAL_HIDDEN = "features.bin", "final_hidden.bin"
 
 
@@ -96,11 +99,6 @@ def clean_pass(
     return rows(out.features), rows(out.hidden)
 
 
-def bytes_needed(documents: Sequence[Documents], width: int) -> int:
-    """Bytes on disk of `width` cached numbers per token, such as F or F + E."""
-    return sum(len(one.tokens) for one in documents) * width * DTYPE.itemsize
-
-
 @dataclass(frozen=True)
 class FeatureCache:
     """The target's states of every token of the sources, one after another, in files.
@@ -133,6 +131,8 @@ class FeatureCache:
     ) -> FeatureCache:
         """Fills a cache, goes on with one that was interrupted, or opens one that is complete.
 
+        A cache that was interrupted ends with the same bytes as one that was not.
+
         Args:
           target: the model.
           taps: layers of the features, in concatenation order.
@@ -140,28 +140,33 @@ class FeatureCache:
           directory: of the cache.
           final_hidden: keep the states after the final norm as well.
           limit_bytes: a larger cache is refused; None: only the disk limits it.
-          rows: packed rows of one pass.
+          rows: packed rows of one pass; like `chunk`, to be kept until the cache is complete.
           chunk: as for `clean_pass`.
           progress: say what will be written, and a bar on stderr.
 
         Raises:
           ValueError: more bytes than `limit_bytes`; a cache of another target, other taps or other
             tokens in the directory, with every difference; files that are not whole.
-          OSError: more bytes than the disk has left, before anything is written.
+          OSError: more bytes than the disk has left, before anything is written; or a write that
+            failed, after which the cache can be continued.
         """
         directory = Path(directory)
         networks.check_taps(taps, target.config.layers.num_layers)
         wanted = _manifest(target, taps, documents, final_hidden)
         if (directory / _MANIFEST).exists():
-            _check_same(read_json(directory / _MANIFEST), wanted, directory)
+            saved = read_json(directory / _MANIFEST)
+            saved.pop(_BATCHES, None)
+            _check_same(saved, wanted, directory)
             return cls._opened(directory, wanted)
+        batches = {"rows": rows, "row_length": _row_length(documents), "chunk": chunk}
+        begun = wanted | {_BATCHES: batches}
         if (directory / _PARTIAL).exists():
-            _check_same(read_json(directory / _PARTIAL), wanted, directory)
+            _check_same(read_json(directory / _PARTIAL), begun, directory)
         elif any((directory / name).exists() for name in _files(wanted)):
             raise ValueError(f"{directory} holds features without a manifest: remove it")
         _check_room(directory, wanted, limit_bytes, progress)
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / _PARTIAL, wanted)
+        write_json(directory / _PARTIAL, begun)
         _fill(target, taps, documents, directory, wanted, rows, chunk, progress)
         os.replace(directory / _PARTIAL, directory / _MANIFEST)
         return cls._opened(directory, wanted)
@@ -171,11 +176,10 @@ class FeatureCache:
         found = {}
         for name, width in _files(manifest).items():
             path, size = directory / name, manifest["tokens"] * width * DTYPE.itemsize
-            actual = path.stat().st_size if path.exists() else 0
-            if actual != size:
+            if _size(path) != size:
                 raise ValueError(
-                    f"{path} has {actual} bytes, its manifest says {size}: remove {directory} and "
-                    "build the cache again"
+                    f"{path} has {_size(path)} bytes, its manifest says {size}: remove {directory} "
+                    "and build the cache again"
                 )
             found[name] = np.memmap(path, DTYPE, "r", shape=(manifest["tokens"], width))
         return cls(directory, found[_FEATURES], found.get(_FINAL_HIDDEN))
@@ -229,15 +233,9 @@ def _files(manifest: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_same(saved: dict[str, Any], wanted: dict[str, Any], directory: Path) -> None:
-    lines = [
-        f"{key}: {saved.get(key)!r} in the cache, {wanted.get(key)!r} asked for"
-        for key in [*wanted, *(key for key in saved if key not in wanted)]
-        if saved.get(key) != wanted.get(key)
-    ]
-    if lines:
+    if lines := differences(saved, wanted):
         raise ValueError(
-            f"{directory} holds other features:\n  "
-            + "\n  ".join(lines)
+            "\n".join([f"{directory} holds other features:", *lines])
             + "\nUse another directory, or remove this one."
         )
 
@@ -254,11 +252,7 @@ def _check_room(
             f"the feature cache would hold {size}, above the limit of {limit_bytes}: raise the "
             "limit, or compute the features online"
         )
-    written = sum(
-        (directory / name).stat().st_size
-        for name in _files(manifest)
-        if (directory / name).exists()
-    )
+    written = sum(_size(directory / name) for name in _files(manifest))
     disk = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(disk).free
     if total - written > free:
@@ -283,57 +277,94 @@ def _fill(
 ) -> None:
     """Appends the states in the order of the tokens, so that a file's length says what is done."""
     lengths = np.concatenate([np.diff(one.starts) for one in documents])
-    ends = np.cumsum(lengths)
-    whole = {
-        name: os.path.getsize(directory / name) // (width * DTYPE.itemsize)
-        for name, width in _files(manifest).items()
-        if (directory / name).exists()
-    }
-    rows_there = min((whole.get(name, 0) for name in _files(manifest)), default=0)
-    first = int(np.searchsorted(ends, rows_there, side="right"))  # documents that are complete
-    done = int(ends[first - 1]) if first else 0
-    files = {}
-    for name, width in _files(manifest).items():
-        files[name] = (directory / name).open("ab")
-        files[name].truncate(done * width * DTYPE.itemsize)
+    ends = np.cumsum(lengths)  # of the documents, in tokens
+    size = _row_length(documents)
+    planned = list(_in_order(lengths, rows, size))
+    behind = np.asarray([ends[batch[-1].stop - 1] for batch in planned], np.int64)
+    widths = {name: width * DTYPE.itemsize for name, width in _files(manifest).items()}
+    there = min((_size(directory / name) // width for name, width in widths.items()), default=0)
+    # Only whole batches count: with other neighbours, a document's states would round otherwise.
+    complete = int(np.searchsorted(behind, there, side="right"))
+    done = int(behind[complete - 1]) if complete else 0
     tokens = np.concatenate([one.tokens for one in documents])
-    bar = tqdm(total=len(tokens), initial=done, unit="tok", desc="features", disable=not progress)
-    try:
-        for batch in _in_order(tokens, lengths, first, rows):
+    with ExitStack() as stack:
+        files = {}
+        for name, width in widths.items():
+            # Unbuffered: after a write that failed, closing has nothing left to write.
+            files[name] = stack.enter_context((directory / name).open("ab", buffering=0))
+            files[name].truncate(done * width)
+        bar = tqdm(
+            total=len(tokens), initial=done, unit="tok", desc="features", disable=not progress
+        )
+        stack.callback(bar.close)
+        for ranges in planned[complete:]:
+            batch = _batch(tokens, ends - lengths, ends, ranges, size)
             states = _states(target.config, target.params, batch, tuple(taps), chunk)
-            real = np.asarray(batch.document) >= 0
+            real = batch.document >= 0
             for name, values in zip((_FEATURES, _FINAL_HIDDEN), states, strict=True):
                 if name in files:
-                    files[name].write(np.asarray(values)[real].tobytes())
-                    files[name].flush()
+                    total = len(tokens) * widths[name]
+                    _append(files[name], np.asarray(values)[real].tobytes(), total)
             bar.update(int(real.sum()))
-    finally:
-        bar.close()
         for file in files.values():
-            file.close()
+            os.fsync(file.fileno())  # before the manifest says that they are complete
 
 
-def _in_order(tokens: np.ndarray, lengths: np.ndarray, first: int, rows: int) -> Iterator[Batch]:
-    """Batches of whole documents in their own order, from document `first` on."""
-    size = max(ROW_LENGTH, int(lengths.max(initial=0)))
-    starts = np.cumsum(lengths) - lengths
+def _append(file: FileIO, data: bytes, total: int) -> None:
+    """Writes all of `data`; `total` is the size of the file when it is complete."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{file.name} could not be written ({error.strerror}): {_size(Path(file.name))} of its "
+            f"{total} bytes are there and kept; make room and build the cache again, which goes on",
+        ) from error
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _row_length(documents: Sequence[Documents]) -> int:
+    """Rows of a packed row: no document is cut."""
+    return max([ROW_LENGTH, *(int(np.diff(one.starts).max(initial=0)) for one in documents)])
+
+
+def _in_order(lengths: np.ndarray, rows: int, size: int) -> Iterator[list[range]]:
+    """The documents of each batch, row by row: always the same from the first document on."""
+    at = 0
+    while at < len(lengths):
+        batch = []
+        for _ in range(rows):
+            first, free = at, size
+            while at < len(lengths) and lengths[at] <= free:
+                free -= lengths[at]
+                at += 1
+            batch.append(range(first, at))
+        yield batch
+
+
+def _batch(
+    tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, ranges: list[range], size: int
+) -> Batch:
+    """Packs ranges of documents, one per row; `starts` and `ends` are theirs within `tokens`."""
     fills = {"tokens": 0, "positions": 0, "start": 0, "document": -1, "source": -1}
-    i = first
-    while i < len(lengths):
-        batch = {name: np.full((rows, size), fill, np.int32) for name, fill in fills.items()}
-        for row in range(rows):
-            at = 0
-            while i < len(lengths) and at + lengths[i] <= size:
-                here, n = slice(at, at + lengths[i]), lengths[i]
-                batch["source"][row, here] = np.arange(starts[i], starts[i] + n)
-                batch["positions"][row, here] = np.arange(n)
-                batch["start"][row, here] = at
-                batch["document"][row, here] = i
-                at, i = at + n, i + 1
-        real = batch["source"] >= 0
-        batch["tokens"][real] = tokens[batch["source"][real]]
-        arrays = {name: jnp.asarray(values) for name, values in batch.items()}
-        yield Batch(**arrays, supervised=jnp.zeros((rows, size), bool))
+    shape = (len(ranges), size)
+    arrays: dict[str, Any] = {name: np.full(shape, fill, np.int32) for name, fill in fills.items()}
+    arrays["supervised"] = np.zeros(shape, bool)
+    for row, inside in enumerate(ranges):
+        for i in inside:
+            at = starts[i] - starts[inside.start]
+            here = slice(at, at + ends[i] - starts[i])
+            arrays["tokens"][row, here] = tokens[starts[i] : ends[i]]
+            arrays["source"][row, here] = np.arange(starts[i], ends[i])
+            arrays["positions"][row, here] = np.arange(ends[i] - starts[i])
+            arrays["start"][row, here] = at
+            arrays["document"][row, here] = i
+    return Batch(**arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

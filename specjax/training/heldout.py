@@ -8,7 +8,7 @@ token of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from specjax.models.hub import Target
 from specjax.models.target import TargetConfig
 from specjax.training.data import Documents
 from specjax.training.features import CHUNK
+from specjax.training.identity import fingerprint
 from specjax.types import Array, KVCache, Params, Sampling, Vocabulary
 
 ROWS = 8  # answers of one batch
@@ -52,6 +53,9 @@ class Walkable:
     Iterating gives the batches. Their states are computed anew each time, or with `keep` only
     once: S x F numbers per answer then stay in memory (SmolLM2-135M with five taps: 4 MB).
 
+    Answers of `training.data.answer` have to be greedy and of this very target; others are taken
+    at their word.
+
     Attributes:
       target: the model that gave the answers, greedily.
       taps: layers of the features.
@@ -73,6 +77,7 @@ class Walkable:
     _kept: list[Texts] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
+        _check_greedy(self.target, self.documents.manifest)
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, not {self.limit}")
         if not len(self.documents):
@@ -147,7 +152,8 @@ def walk(
       `num_draft`: as `evaluation.evaluate` defines them.
 
     Raises:
-      ValueError: a drafter that does not fit the target, or more drafts than its block holds.
+      ValueError: a drafter that does not fit the target, more drafts than its block holds, or
+        answers that were sampled or are another target's.
     """
     hub.check_fit(config, target.config, target.name)
     drafts = config.check_num_draft(config.num_drafts if num_draft is None else num_draft)
@@ -217,6 +223,20 @@ def rounds(
         if progress is not None:
             progress(len(walked), len(answers))
     return [walked[i] for i in range(len(answers))]
+
+
+def _check_greedy(target: Target, manifest: Mapping[str, Any]) -> None:
+    """Refuses answers that `target` would not give; hand-made documents do not say."""
+    if manifest.get("temperature", 0) != 0:
+        raise ValueError(
+            f"the answers were drawn at temperature {manifest['temperature']}: a walk is exact for "
+            "greedy ones only; make answers at temperature 0"
+        )
+    if "fingerprint" in manifest and manifest["fingerprint"] != (own := fingerprint(target)):
+        raise ValueError(
+            f"the answers are those of the target {manifest['fingerprint']}, not of {target.name} "
+            f"({own}): walk them with theirs, or let this one answer the prompts"
+        )
 
 
 def _check_positions(network: Any, batch: Texts) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specjax.models.storage import write_file
+
 NAMES = ("metrics", "walks")
 
 
@@ -21,21 +23,30 @@ class Log:
         for name in NAMES:
             path = folder / f"{name}.jsonl"
             kept = [line for line in lines(path) if json.loads(line)["step"] <= done]
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            write_file(path, "".join(f"{line}\n" for line in kept).encode("utf-8"))
             self._files[name] = path.open("a", encoding="utf-8", buffering=1)  # line by line
         self._events = None
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._events = SummaryWriter(str(folder / "events"))
+            self._events = SummaryWriter(str(folder / "events"), purge_step=done + 1)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (*self._files.values(), *([self._events] if self._events else [])):
+            file.close()
 
     def write(self, name: str, step: int, values: dict[str, Any]) -> None:
         """Adds a line to one of `NAMES`."""
         self._files[name].write(json.dumps({"step": step} | values) + "\n")
         if self._events is not None:
             for key, value in values.items():
-                if isinstance(value, int | float):
-                    self._events.add_scalar(f"{name}/{key}", value, step)
+                parts = {f"/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {}
+                for part, number in (parts or {"": value}).items():
+                    if isinstance(number, int | float):
+                        self._events.add_scalar(f"{name}/{key}{part}", number, step)
 
 
 def lines(path: Path) -> Iterator[str]:

@@ -51,7 +51,8 @@ class Packing:
       packed: rows that the documents fill.
 
     Raises:
-      ValueError: nothing to pack, a weight that is not positive, or more rows than there are.
+      ValueError: nothing to pack, a weight that is not positive or takes no document at all, or
+        more rows than there are.
     """
 
     def __init__(
@@ -65,6 +66,11 @@ class Packing:
                 raise ValueError(f"the weight of source {i} must be above 0, not {weight}")
             if not len(documents):
                 raise ValueError(f"source {i} holds no documents")
+            if not sum(_times(documents, weight)):
+                raise ValueError(
+                    f"the weight {weight} of source {i} takes none of its {len(documents)} "
+                    f"documents: {1 / len(documents):.2g} takes one, or leave the source out"
+                )
         if not sources:
             raise ValueError("there are no sources to pack")
         self.row_length, self.rows, self.seed = row_length, rows, seed
@@ -151,14 +157,20 @@ class Packing:
         return self._packed[self._order[1][within]]
 
 
+def _times(documents: Documents, weight: float) -> tuple[int, int]:
+    """How often a weight takes every document, and how many it takes once more."""
+    whole = math.floor(weight)
+    return whole, round((weight - whole) * len(documents))
+
+
 def _copies(sources: Sequence[tuple[Documents, float]], rng: np.random.Generator) -> np.ndarray:
     """A number for every document and copy: index + copy x the number of all documents."""
     total = sum(len(documents) for documents, _ in sources)
     made, first = [], 0
     for documents, weight in sources:
         count = len(documents)
-        whole = math.floor(weight)
-        some = rng.permutation(count)[: round((weight - whole) * count)]
+        whole, more = _times(documents, weight)
+        some = rng.permutation(count)[:more]
         own = np.concatenate([np.tile(np.arange(count), whole), some])
         copy = np.concatenate([np.repeat(np.arange(whole), count), np.full(len(some), whole)])
         made.append(first + own + copy * total)

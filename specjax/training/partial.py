@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.models.storage import differences
+
 FREE = ("target",)  # settings that only say where the rest came from
 
 
@@ -114,12 +116,9 @@ def check_equal(what: str, there: Mapping[str, Any], asked: Mapping[str, Any]) -
     """Raises ValueError with a line per setting that differs from what is asked for now."""
     if not isinstance(there, Mapping):
         raise TypeError("no settings")
-    lines = [
-        f"  {name}: {there.get(name)!r} there, {asked[name]!r} now"
-        for name in asked
-        if name not in FREE and there.get(name) != asked[name]
-    ]
-    if lines:
+    compared = [name for name in asked if name not in FREE]
+    before = {name: there[name] for name in compared if name in there}
+    if lines := differences(before, {name: asked[name] for name in compared}):
         raise ValueError(
             "\n".join([f"{what} answers made with other settings:", *lines])
             + "\nUse the same settings, or another directory."

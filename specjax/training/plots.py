@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+
+from specjax.models.storage import write_file
 
 
 def curves(folder: Path) -> Path | None:
@@ -42,7 +45,9 @@ def curves(folder: Path) -> Path | None:
     tau.set(title="acceptance length (bonus included)", xlabel="step")
     tau.legend(fontsize=8)
     file = folder / "curves.png"
-    figure.savefig(file, dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    write_file(file, drawn.getvalue())
     return file
 
 

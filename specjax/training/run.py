@@ -13,9 +13,10 @@ drafter/         the drafter in its published layout
 
 from __future__ import annotations
 
-import shlex
+import importlib.util
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
 
 from specjax import evaluation
 from specjax.models.drafter import DrafterConfig
@@ -32,7 +34,7 @@ from specjax.models.packaged import keep_compiled
 from specjax.models.storage import write_json
 from specjax.models.text import tokenizer_fingerprint
 from specjax.training import config as configs
-from specjax.training import data, export, heldout, plots, trainer
+from specjax.training import data, export, heldout, plots, report, trainer
 from specjax.training.checkpoint import Checkpoints, check_meta
 from specjax.training.config import TrainConfig
 from specjax.training.features import FeatureCache
@@ -42,7 +44,7 @@ from specjax.training.trainer import Plan, States, TrainState
 from specjax.types import Params
 
 # What may differ between a run and its continuation: none of it reaches a parameter.
-FREE = ("heldout", "checkpoint_every", "keep", "tensorboard")
+FREE = ("heldout", "checkpoint_every", "keep", "tensorboard", "license")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,21 @@ class Setup:
     plan: Plan
     mesh: Mesh | None
     start: Params | None  # of the drafter that the run begins with
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run reads.
+
+    Attributes:
+      documents: the answers of every source.
+      packing: of all of them.
+      held: answers that are never trained on, or None.
+    """
+
+    documents: list[data.Documents]
+    packing: Packing
+    held: data.Documents | None
 
 
 def fit(config: TrainConfig, *, runs: str | Path = "runs", progress: bool = True) -> dict[str, Any]:
@@ -78,29 +95,42 @@ def fit(config: TrainConfig, *, runs: str | Path = "runs", progress: bool = True
     setup = prepare(config, runs)
     checkpoints = Checkpoints(setup.folder / "checkpoints", keep=config.keep)
     latest = checkpoints.latest()
-    meta = _meta(setup)
     if latest is not None:
-        check_meta(checkpoints.meta(latest), meta)
+        _check_same(checkpoints.meta(latest), _meta(setup))
     setup.folder.mkdir(parents=True, exist_ok=True)
     write_json(setup.folder / "config.json", configs.to_json(config))
-    documents = [
-        (answers(setup.target, source, setup.folder, progress), source.weight)
-        for source in config.sources
-    ]
-    held = _heldout_answers(setup, progress)
-    packing = Packing(documents, config.row_length, config.rows, config.seed)
-    if progress:
-        print(_packed(packing), file=sys.stderr)
+    text = _text(setup, progress)
+    meta = _meta(setup) | {"answers": [one.manifest["sha256"] for one in text.documents]}
     optimizer = trainer.make_optimizer(config.optimizer, config.steps)
     state = trainer.fresh_state(setup.plan, optimizer, mesh=setup.mesh, params=setup.start)
     if latest is not None:
+        check_meta(checkpoints.meta(latest), meta)
         state = checkpoints.restore(latest, like=state)
-    state = _train(setup, checkpoints, meta, packing, documents, optimizer, state, held, progress)
-    return _finish(setup, state, held, progress)
+
+    def save(state: TrainState, tau: float | None) -> None:
+        checkpoints.save(int(state.step), state, meta, metric=tau)
+        plots.curves(setup.folder)
+
+    if int(state.step) < config.steps:
+        state = _train(setup, text, optimizer, state, save, progress)
+    return _finish(setup, text, state, checkpoints.best(), progress)
 
 
 def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
-    """Loads the target and settles the network; everything that can be wrong is found here."""
+    """Loads the target and settles the network; what can be wrong is found here, before any work.
+
+    Raises:
+      ValueError, FileNotFoundError, ImportError: what the run would fail with later.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{jax.process_count()} processes: a run on several hosts is not supported yet; use "
+            "the devices of one"
+        )
+    if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise ImportError("tensorboard needs tensorboardX: pip install tensorboardX")
+    for source in config.sources:
+        prompts_of(source)
     mesh = _mesh(config)
     target = load_target(config.target, dtype=_compute(config), mesh=mesh)
     start = None
@@ -110,8 +140,14 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
     else:
         assert config.drafter is not None
         network = configs.drafter_config(config.drafter, target)
+    if network.draft_vocab_size is not None:
+        raise ValueError("init_from has a head of its own over a reduced vocabulary: not trained")
     if config.objective.weights == "exponential":
         config.objective.decay(network.block_size)
+    if config.heldout is not None:
+        evaluation.read_prompts(config.heldout.prompts, config.heldout.limit)
+        for count in config.heldout.drafts:
+            network.check_num_draft(count)
     if config.row_length > target.config.max_positions:
         raise ValueError(
             f"row_length {config.row_length} exceeds the {target.config.max_positions} positions "
@@ -156,55 +192,84 @@ def answers(target: Target, source: configs.Source, folder: Path, progress: bool
 
 
 # --------------------------------------------------------------------------------- the training
+def _text(setup: Setup, progress: bool) -> Text:
+    """Everything that the run reads, made where it is missing."""
+    config, wanted = setup.config, setup.config.heldout
+    documents = [answers(setup.target, one, setup.folder, progress) for one in config.sources]
+    held = None
+    if wanted is not None:
+        held = data.answer(
+            setup.target,
+            evaluation.read_prompts(wanted.prompts, wanted.limit),
+            Path(wanted.answers) if wanted.answers else setup.folder / "heldout",
+            max_new_tokens=wanted.max_new_tokens,
+            batch_size=wanted.batch_size,
+            progress=progress,
+        )
+    weights = [source.weight for source in config.sources]
+    weighted = list(zip(documents, weights, strict=True))
+    packing = Packing(weighted, config.row_length, config.rows, config.seed)
+    if progress:
+        print(_packed(packing), file=sys.stderr)
+    return Text(documents, packing, held)
+
+
 def _train(
     setup: Setup,
-    checkpoints: Checkpoints,
-    meta: dict[str, Any],
-    packing: Packing,
-    documents: list[tuple[data.Documents, float]],
+    text: Text,
     optimizer: Any,
     state: TrainState,
-    held: data.Documents | None,
+    save: Callable[[TrainState, float | None], None],
     progress: bool,
 ) -> TrainState:
     config, done = setup.config, int(state.step)
-    if done == config.steps:
-        return state
-    rows = _rows(setup, documents)
-    cache = _cache(setup, [d for d, _ in documents], progress)
+    rows, cache, some = _rows(setup, text), _cache(setup, text, progress), _walkable(setup, text)
     update = trainer.make_step(setup.plan, optimizer)
     rate = trainer.schedule(config.optimizer, config.steps)
-    log = Log(setup.folder, done, tensorboard=config.tensorboard)
-    bar = _bar(config.steps, done, progress)
     every = config.heldout.every if config.heldout else 0
-    some = _walkable(setup, held)
-    last = time.perf_counter()
-    for step in range(done, config.steps):
-        batch = packing.batch(step, jax.process_index(), jax.process_count())
-        found: Any = () if cache is None else cache.rows(batch.source, setup.plan.compute)
-        states = States(*found) if found else None
-        batch, states = placed(setup.mesh, batch, states)
-        state, metrics = update(state, setup.target.params, batch, states, rows)
-        now = jax.device_get(metrics)
-        seconds, last = time.perf_counter() - last, time.perf_counter()
-        values = {key: np.asarray(value, np.float64).tolist() for key, value in now.items()}
-        values["learning_rate"] = float(rate(step))
-        values["tokens_per_s"] = round(config.rows * config.row_length / seconds, 1)
-        log.write("metrics", step + 1, values)
-        bar.set_postfix(loss=f"{now['loss']:.3f}", tau=f"{now['tau']:.2f}", refresh=False)
-        bar.update()
-        final, tau = step + 1 == config.steps, None
-        if some is not None and every and (step + 1) % every == 0 and not final:
-            report = heldout.walk(setup.target, setup.network, state.params, some)
-            tau = report["tau"]
-            log.write("walks", step + 1, report)
-            last = time.perf_counter()
-        if (step + 1) % config.checkpoint_every == 0 or final:
-            checkpoints.save(step + 1, state, meta, metric=tau)
-            plots.curves(setup.folder)
-            last = time.perf_counter()
-    bar.close()
+    with (
+        Log(setup.folder, done, tensorboard=config.tensorboard) as log,
+        tqdm(
+            total=config.steps, initial=done, desc="training", unit="step", disable=not progress
+        ) as bar,
+    ):
+        for step in range(done + 1, config.steps + 1):
+            begin = time.perf_counter()
+            arrays = _arrays(setup, text.packing, cache, step - 1)
+            state, metrics = update(state, setup.target.params, *arrays, rows)
+            now = {k: np.asarray(v, np.float64) for k, v in jax.device_get(metrics).items()}
+            _check_finite(now, step)
+            now["learning_rate"] = np.asarray(rate(step - 1), np.float64)
+            seconds = time.perf_counter() - begin
+            now["tokens_per_s"] = np.round(config.rows * config.row_length / seconds, 1)
+            log.write("metrics", step, {key: value.tolist() for key, value in now.items()})
+            bar.set_postfix(loss=f"{now['loss']:.3f}", tau=f"{now['tau']:.2f}", refresh=False)
+            bar.update()
+            last, tau = step == config.steps, None
+            if some is not None and (last or (every and step % every == 0)):
+                walked = heldout.walk(setup.target, setup.network, state.params, some)
+                tau = walked["tau"]
+                log.write("walks", step, walked)
+            if last or tau is not None or step % config.checkpoint_every == 0:
+                save(state, tau)
     return state
+
+
+def _arrays(
+    setup: Setup, packing: Packing, cache: FeatureCache | None, step: int
+) -> tuple[Batch, States | None]:
+    """The batch of a step, and the target's states where they are cached."""
+    batch = packing.batch(step)
+    found: Any = () if cache is None else cache.rows(batch.source, setup.plan.compute)
+    return placed(setup.mesh, batch, States(*found) if found else None)
+
+
+def _check_finite(metrics: dict[str, np.ndarray], step: int) -> None:
+    if not (np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])):
+        raise FloatingPointError(
+            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}. The last "
+            "checkpoint is from before it; start another run with a lower learning rate"
+        )
 
 
 def placed(mesh: Mesh | None, batch: Batch, states: States | None) -> tuple[Batch, States | None]:
@@ -217,32 +282,32 @@ def placed(mesh: Mesh | None, batch: Batch, states: States | None) -> tuple[Batc
     )
 
 
-def _walkable(setup: Setup, held: data.Documents | None) -> heldout.Walkable | None:
+def _walkable(setup: Setup, text: Text) -> heldout.Walkable | None:
     """The answers of the walks on the way; the target runs over them once."""
     wanted, network = setup.config.heldout, setup.network
-    if held is None or wanted is None:
+    if text.held is None or wanted is None:
         return None
     return heldout.Walkable(
-        setup.target, network.taps, network.num_drafts, held, limit=wanted.walked, keep=True
+        setup.target, network.taps, network.num_drafts, text.held, limit=wanted.walked, keep=True
     )
 
 
-def _rows(setup: Setup, documents: list[tuple[data.Documents, float]]) -> jax.Array | None:
+def _rows(setup: Setup, text: Text) -> jax.Array | None:
     """The token ids that logits are restricted to, or None."""
     if setup.config.vocabulary == "all":
         return None
     V = setup.target.config.vocab_size
-    ids = np.unique(np.concatenate([d.occurring(V) for d, _ in documents]))
+    ids = np.unique(np.concatenate([one.occurring(V) for one in text.documents]))
     return jnp.asarray(ids, jnp.int32)
 
 
-def _cache(setup: Setup, documents: list[data.Documents], progress: bool) -> FeatureCache | None:
+def _cache(setup: Setup, text: Text, progress: bool) -> FeatureCache | None:
     if setup.config.features == "online":
         return None
     return FeatureCache.build(
         setup.target,
         setup.network.taps,
-        documents,
+        text.documents,
         setup.folder / "features",
         final_hidden=setup.config.objective.needs_target,
         limit_bytes=int(setup.config.cache_gb * 1e9),
@@ -252,95 +317,30 @@ def _cache(setup: Setup, documents: list[data.Documents], progress: bool) -> Fea
 
 # -------------------------------------------------------------------------------------- the end
 def _finish(
-    setup: Setup, state: TrainState, held: data.Documents | None, progress: bool
+    setup: Setup, text: Text, state: TrainState, best: int | None, progress: bool
 ) -> dict[str, Any]:
     """Exports the drafter and reports what it is worth."""
-    made = Drafter(setup.config.name, setup.folder / "drafter", setup.network, state.params)
-    report: dict[str, Any] = {"name": setup.config.name, "steps": int(state.step)}
-    if held is not None:
-        report = _evaluated(setup, made, held) | report
+    config, folder = setup.config, setup.folder / "drafter"
+    # What is measured is what is written.
+    written = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), state.params)
+    made = Drafter(config.name, folder, setup.network, written)
+    found: dict[str, Any] = {
+        "name": config.name,
+        "steps": int(state.step),
+        "best_walked_step": best,
+        "documents": sum(map(len, text.documents)),
+        "documents_cut": text.packing.cut,
+        "documents_left_out": text.packing.dropped,
+    }
+    if text.held is not None and config.heldout is not None:
+        found = report.measured(setup.target, made, config.heldout, text.held, progress) | found
     plots.curves(setup.folder)
-    write_json(setup.folder / "report.json", report)
-    export.replace(
-        made,
-        setup.folder / "drafter",
-        target=setup.target,
-        card={"report": report, "command": _command(setup.config)},
-    )
-    return report
-
-
-def _evaluated(setup: Setup, made: Drafter, held: data.Documents) -> dict[str, Any]:
-    """Held-out figures: the walk over all greedy answers, and decoding at each temperature."""
-    wanted = setup.config.heldout
-    assert wanted is not None
-    walked = heldout.walk(setup.target, made.config, made.params, held)
-    prompts = evaluation.read_prompts(wanted.prompts, wanted.limit)[: wanted.decoded]
-    drafter = Drafter(
-        made.name,
-        made.directory,
-        made.config,
-        jax.tree.map(lambda p: p.astype(setup.plan.compute), made.params),
-    )
-    lengths = wanted.drafts or (made.config.num_drafts,)
-    runs = [
-        evaluation.evaluate(
-            setup.target,
-            drafter,
-            prompts,
-            max_new_tokens=wanted.max_new_tokens,
-            temperature=temperature,
-            num_draft=length,
-        )
-        for temperature in wanted.temperatures
-        for length in lengths
-    ]
-    best = max(runs, key=lambda run: (run["asked"]["temperature"] == 0, run["speedup"] or 0))
-    return best | {"walk": walked, "runs": runs}
-
-
-def table(report: dict[str, Any]) -> str:
-    """What a person wants to know at the end of a run."""
-    lines = [f"{report['name']}, {report['steps']} steps"]
-    if "walk" not in report:
-        return lines[0]
-    walk = report["walk"]
-    slots = " ".join(f"{share:.2f}" for share in walk["acceptance_per_position"])
-    lines += [
-        f"held-out, teacher-forced, greedy: acceptance length {walk['tau']:.3f} "
-        f"(mean of {walk['answers']} answers {walk['tau_macro']:.3f} "
-        f"+- {walk['standard_error']:.3f})",
-        f"accepted by slot: {slots}",
-        "",
-        f"{'temperature':>11} " + evaluation.as_table(report["runs"]).splitlines()[0],
-    ]
-    rows = evaluation.as_table(report["runs"]).splitlines()[1:]
-    for run, row in zip(report["runs"], rows, strict=True):
-        lines.append(f"{run['asked']['temperature']:>11} {row}")
-    return "\n".join(lines)
+    write_json(setup.folder / "report.json", found)
+    export.replace(made, folder, target=setup.target, card=report.card(config, found))
+    return found
 
 
 # ---------------------------------------------------------------------------------------- parts
-def _bar(total: int, done: int, progress: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=done, desc="training", unit="step", disable=not progress)
-
-
-def _heldout_answers(setup: Setup, progress: bool) -> data.Documents | None:
-    wanted = setup.config.heldout
-    if wanted is None:
-        return None
-    return data.answer(
-        setup.target,
-        evaluation.read_prompts(wanted.prompts, wanted.limit),
-        Path(wanted.answers) if wanted.answers else setup.folder / "heldout",
-        max_new_tokens=wanted.max_new_tokens,
-        batch_size=wanted.batch_size,
-        progress=progress,
-    )
-
-
 def _packed(packing: Packing) -> str:
     text = f"{len(packing.tokens):,} tokens in {packing.packed:,} rows, {packing.fill:.0%} full"
     if packing.cut:
@@ -377,8 +377,10 @@ def _meta(setup: Setup) -> dict[str, Any]:
         "config": {key: value for key, value in written.items() if key not in FREE},
         "target": data.fingerprint(setup.target),
         "tokenizer": tokenizer_fingerprint(setup.target.directory),
+        "compute": setup.plan.compute,
     }
 
 
-def _command(config: TrainConfig) -> str:
-    return f"specjax train --config {shlex.quote(f'experiments/configs/{config.name}.json')}"
+def _check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Before anything is made: all that the checkpoint knows but the answers themselves."""
+    check_meta({key: value for key, value in saved.items() if key in now}, now)

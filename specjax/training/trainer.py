@@ -126,7 +126,7 @@ def fresh_state(
     """
     table = backbone.table(plan.drafter)
     if params is None:
-        params = init(table, jax.random.key(plan.seed))
+        params = init(table, _keys(plan)[0])
     # Copies: the state is donated, and the loaded drafter stays the caller's.
     params = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
     step = jnp.int32(0)
@@ -194,7 +194,7 @@ def _step(
     states: States | None,
     rows: Array | None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    key = jax.random.fold_in(jax.random.key(plan.seed), state.step)
+    key = jax.random.fold_in(_keys(plan)[1], state.step)
     anchors = blocks.draw_anchors(key, batch, plan.anchors)
 
     def total(params: Params, piece: Any) -> tuple[Array, Sums]:
@@ -221,6 +221,11 @@ def _step(
         "grad_norm": optax.tree.norm(grads),
     }
     return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def _keys(plan: Plan) -> Array:
+    """Streams of their own for the initial parameters and for the anchors."""
+    return jax.random.split(jax.random.key(plan.seed))
 
 
 def _accumulated(

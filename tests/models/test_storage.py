@@ -194,3 +194,22 @@ def test_a_mesh_gives_the_logits_of_one_device(tmp_path):
         atol=1e-5,
         rtol=1e-5,
     )
+
+
+def test_differences_are_shown_line_by_line():
+    saved = {"lr": 1e-3, "taps": [1, 4], "of": {"a": 1, "b": {}}, "name": "x", "old": None}
+    assert storage.differences(saved, saved | {"taps": (1, 4)}) == []
+    now = {"lr": 2e-3, "taps": (1, 5), "of": {"a": 1.0, "b": {"c": True}}, "name": "y", "seed": 0}
+    assert storage.differences(saved, now) == [
+        "  lr: saved 0.001, now 0.002",
+        "  taps: saved [1, 4], now [1, 5]",
+        "  of.a: saved 1, now 1.0",
+        "  of.b.c: saved nothing, now true",
+        '  name: saved "x", now "y"',
+        "  seed: saved nothing, now 0",
+        "  of.b: saved {}, now nothing",
+        "  old: saved null, now nothing",
+    ]
+    assert storage.differences({}, {}) == []
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        storage.differences({}, {"a": jnp.ones(())})

@@ -14,7 +14,7 @@ from specjax.decoding.drafting import DFlash, Plain
 from specjax.models import drafter as backbone
 from specjax.models import drafter_hf, hub, params
 from specjax.models import target as networks
-from specjax.training import heldout
+from specjax.training import data, heldout
 from specjax.training.data import Documents
 from specjax.types import Proposal
 
@@ -244,6 +244,29 @@ def test_a_limit_takes_the_first_documents(stories, told):
     one = heldout.walk(stories, drafter.config, drafter.params, known, limit=2)
     assert one["answers"] == 2
     assert one == heldout.walk(stories, drafter.config, drafter.params, few)
+
+
+def test_answers_that_are_not_this_targets_greedy_ones_are_refused(stories, told):
+    drafter = random_drafter(stories)
+    known = documents(zip(*told, strict=True))
+    own = data.fingerprint(stories)
+
+    def walk(said, target=stories):
+        answers = replace(known, manifest=said)
+        return heldout.walk(target, drafter.config, drafter.params, answers, limit=1)
+
+    with pytest.raises(ValueError, match=r"drawn at temperature 0\.8: a walk is exact for greedy"):
+        walk({"temperature": 0.8, "fingerprint": own})
+    other = f"those of the target 5612a6ae389d899e, not of {stories.name} .{own}"
+    with pytest.raises(ValueError, match=other):
+        walk({"temperature": 0.0, "fingerprint": "5612a6ae389d899e"})
+    changed = stories.params | {"norm": stories.params["norm"] * 2.0}
+    with pytest.raises(ValueError, match=f"those of the target {own}, not of"):
+        walk({"temperature": 0.0, "fingerprint": own}, replace(stories, params=changed))
+    made = data.answer_settings(stories, [["Tom"]], max_new_tokens=4, temperature=0.5)
+    with pytest.raises(ValueError, match=r"temperature 0\.5"):
+        walk(made)
+    assert walk(made | {"temperature": 0.0})["answers"] == 1
 
 
 def test_what_cannot_be_walked_is_refused(stories, told):

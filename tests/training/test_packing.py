@@ -143,6 +143,16 @@ def test_copies_of_a_document_in_one_row_are_apart():
     assert rows["start"][0].tolist() == [0] * 4 + [4] * 4
 
 
+@pytest.mark.parametrize("weight", [0.01, 0.25])
+def test_a_weight_that_takes_no_document_is_refused(weight):
+    few, rest = documents([4, 4], [1, 1]), many(20)
+    message = f"the weight {weight} of source 1 takes none of its 2 documents: 0.5 takes one"
+    with pytest.raises(ValueError, match=message):
+        Packing([(rest, 1.0), (few, weight)], 32, 1, seed=0)
+    packing = Packing([(rest, 1.0), (few, 0.5)], 32, 1, seed=0)
+    assert seen(epoch(packing), len(packing.tokens))[len(rest.tokens) :].sum() == 4
+
+
 def test_a_document_longer_than_a_row_is_cut_at_its_end():
     made = documents([30, 25, 8], [3, 20, 2])
     packing = Packing([(made, 1.0)], 20, 1, seed=0)

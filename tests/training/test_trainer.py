@@ -47,14 +47,17 @@ def batch(seed=0, rows=ROWS):
     position = np.concatenate([np.arange(20), np.arange(24), np.zeros(4)]).astype(np.int32)
     document = np.repeat(np.int32([0, 1, -1]), [20, 24, 4])
     start = np.repeat(np.int32([0, 20, 44]), [20, 24, 4])
-    supervised = (position >= 4) & (document >= 0)
     shape = (rows, LENGTH)
+    # Rows differ in how much they supervise: 5 tokens in one half, 36 in the other.
+    first = np.where(np.arange(rows) % 2, 4, 15)[:, None]
+    supervised = (position >= first) & (position < 24) & (document >= 0)
+    supervised[::2] &= document == 0
     return Batch(
         tokens=rng.integers(0, 95, shape).astype(np.int32),
         positions=np.broadcast_to(position, shape),
         start=np.broadcast_to(start, shape),
         document=np.broadcast_to(document, shape),
-        supervised=np.broadcast_to(supervised, shape),
+        supervised=supervised,
         source=np.full(shape, -1, np.int32),
     )
 

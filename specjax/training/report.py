@@ -1,0 +1,98 @@
+"""What a trained drafter is worth: held-out figures, their table, and the words of its card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from specjax import evaluation
+from specjax.models.hub import Drafter, Target
+from specjax.training import heldout
+from specjax.training.config import HeldOut, TrainConfig, to_json
+from specjax.training.data import Documents
+
+
+def measured(
+    target: Target, made: Drafter, wanted: HeldOut, held: Documents, progress: bool
+) -> dict[str, Any]:
+    """The walk over all greedy answers, and decoding at each temperature and draft length.
+
+    Returns:
+      The keys of `evaluation.evaluate` for the fastest greedy run (or the fastest one), with all
+      of them as `runs` and the figures of `heldout.walk` as `walk`.
+    """
+    dtype = target.params["embed"].dtype
+    params = jax.tree.map(lambda p: p.astype(dtype), made.params)
+    drafter = Drafter(made.name, made.directory, made.config, params)
+    walked = heldout.walk(target, made.config, params, held, progress=_bar("walking", progress))
+    prompts = evaluation.read_prompts(wanted.prompts, wanted.limit)[: wanted.decoded]
+    runs = [
+        evaluation.evaluate(
+            target,
+            drafter,
+            prompts,
+            max_new_tokens=wanted.max_new_tokens,
+            temperature=temperature,
+            num_draft=length,
+            repeats=wanted.repeats,
+            progress=_bar(f"decoding, temperature {temperature:g}, {length} drafts", progress),
+        )
+        for temperature in wanted.temperatures
+        for length in wanted.drafts or (made.config.num_drafts,)
+    ]
+    best = max(runs, key=lambda run: (run["asked"]["temperature"] == 0, run["speedup"] or 0))
+    return best | {"walk": walked, "runs": runs}
+
+
+def table(report: dict[str, Any]) -> str:
+    """What a person wants to know at the end of a run."""
+    lines = [f"{report['name']}, {report['steps']} steps"]
+    if "walk" not in report:
+        return lines[0]
+    walk = report["walk"]
+    slots = " ".join(f"{share:.2f}" for share in walk["acceptance_per_position"])
+    spread = walk["standard_error"]
+    around = "" if spread is None else f" +- {spread:.3f}"
+    head, *rows = evaluation.as_table(report["runs"]).splitlines()
+    lines += [
+        f"held-out, greedy, teacher-forced: acceptance length {walk['tau']:.3f} "
+        f"(mean of {walk['answers']} answers {walk['tau_macro']:.3f}{around})",
+        f"accepted by slot: {slots}",
+        "",
+        f"{'temperature':>11} {head}",
+    ]
+    for run, row in zip(report["runs"], rows, strict=True):
+        lines.append(f"{run['asked']['temperature']:>11} {row}")
+    return "\n".join(lines)
+
+
+def card(config: TrainConfig, report: dict[str, Any]) -> dict[str, Any]:
+    """What the model card of a run's drafter tells, for `export`."""
+    texts = [
+        f"{source.name} ({Path(source.prompts).name if source.prompts else 'no prompts'}"
+        f"{f', {source.limit:,}' if source.limit else ''}, temperature {source.temperature:g})"
+        for source in config.sources
+    ]
+    return {
+        "report": report,
+        "command": "specjax train --config training.json",
+        "config": to_json(config),
+        "license": config.license,
+        "data": f"Trained on the target's own answers: {'; '.join(texts)}.",
+    }
+
+
+def _bar(title: str, progress: bool) -> Callable[[int, int], None]:
+    bar = tqdm(desc=title, disable=not progress, unit="answer")
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
