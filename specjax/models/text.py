@@ -61,7 +61,8 @@ def token_ids(encoded: Any) -> list[int]:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Ids of plain text, with the special tokens the tokenizer itself adds (a BOS or none)."""
-    return token_ids(tokenizer(text))
+    # Not verbose: transformers would warn of long texts, which callers refuse in better words.
+    return token_ids(tokenizer(text, verbose=False))
 
 
 def render_chat(

@@ -84,8 +84,11 @@ def whole(target):
     return curve(plan(target), target)
 
 
-def close(one, two, atol=2e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), one.params, two.params)
+def close(one, two, atol=1e-5):
+    """Equal gradients, by Adam's first moments: where a gradient is all rounding, Adam's update is a
+    sign, and the parameters themselves may differ."""
+    one, two = (optax.tree.get(state.opt_state, "mu") for state in (one, two))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), one, two)
 
 
 def test_micro_batches_change_nothing(target, whole):
@@ -101,7 +104,7 @@ def test_a_mesh_gives_the_curve_of_one_device(target, whole, directory, shape):
     spread = specjax.load_target(directory, mesh=mesh)
     parts, state = curve(plan(spread), spread, mesh=mesh)
     np.testing.assert_allclose(parts, whole[0], rtol=1e-5)
-    close(state, whole[1], atol=1e-4)
+    close(state, whole[1])
 
 
 def test_the_loss_falls_on_one_batch(target):
