@@ -85,8 +85,10 @@ def whole(target):
 
 
 def close(one, two, atol=1e-5):
-    """Equal gradients, by Adam's first moments: where a gradient is all rounding, Adam's update is a
-    sign, and the parameters themselves may differ."""
+    """Equal gradients, by Adam's first moments.
+
+    Where a gradient is all rounding, Adam's update is a sign: the parameters themselves may differ.
+    """
     one, two = (optax.tree.get(state.opt_state, "mu") for state in (one, two))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), one, two)
 
