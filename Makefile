@@ -12,7 +12,7 @@ help:  ## list the targets
 
 setup: $(VENV)/.done  ## install specjax and its tools into .venv
 
-test: setup  ## run the tests (a few minutes on 2 cores)
+test: setup  ## run the tests but the slow ones
 	$(BIN)/pytest -n 2 -m "not slow"
 
 test-all: setup  ## run the slow tests too

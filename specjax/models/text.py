@@ -35,9 +35,11 @@ def tokenizer_fingerprint(directory: Path) -> str | None:
     if not has_tokenizer(directory):
         return None
     digest = hashlib.sha256()
-    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+    for name in (*names, "tokenizer_config.json", "chat_template.jinja"):
         file = directory / name
-        digest.update(file.read_bytes() if file.exists() else b"")
+        content = file.read_bytes() if file.exists() else b""
+        digest.update(name.encode() + len(content).to_bytes(8, "big") + content)
     return digest.hexdigest()[:16]
 
 

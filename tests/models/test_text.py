@@ -63,3 +63,15 @@ def test_a_tokenizer_without_template_says_so(tokenizer):
     plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="no chat template"):
         text.render_chat(plain, MESSAGES)
+
+
+def test_a_tokenizer_is_named_by_its_files(tmp_path):
+    assert text.tokenizer_fingerprint(tmp_path) is None
+    names = []
+    for file in ("tokenizer_config.json", "tokenizer.json", "chat_template.jinja"):
+        (tmp_path / file).write_text("{}")
+        names.append(text.tokenizer_fingerprint(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"other": 1}')
+    names.append(text.tokenizer_fingerprint(tmp_path))
+    assert len(set(names)) == 4
+    assert text.tokenizer_fingerprint(tmp_path) == names[-1]
