@@ -362,7 +362,7 @@ def test_names_that_lead_nowhere_say_so(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"no packaged name \(stories260k, smollm2-135m\)"):
+    with pytest.raises(FileNotFoundError, match=r"no packaged name \(stories260k, "):
         hub.load_target("nothing")
     with pytest.raises(FileNotFoundError, match="make smollm2"):
         hub.load_target("smollm2-135m")
