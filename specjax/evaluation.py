@@ -94,7 +94,8 @@ def read_prompts(file: str | Path, limit: int | None = None) -> list[list[Any]]:
       ValueError: a line with none of the keys, or a file without prompts.
     """
     prompts: list[list[Any]] = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines: a prompt may hold one of the rarer line separators as it is.
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip() or (limit is not None and len(prompts) >= limit):
             continue
         row = json.loads(line)

@@ -134,6 +134,16 @@ def test_prompt_files_that_hold_none_are_refused(tmp_path, lines, message):
         evaluation.read_prompts(file)
 
 
+def test_a_prompt_may_hold_any_character(tmp_path):
+    """JSON leaves the rarer line separators as they are; GSM8K has one."""
+    prompts = ["one\u2028line", "a\x85b", "c\u2029d"]
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in prompts]
+    file.write_text("\r\n".join(lines) + "\r\n", encoding="utf-8", newline="")
+    assert evaluation.read_prompts(file) == [[text] for text in prompts]
+
+
+
 def test_the_command_prints_a_table_and_writes_the_report(tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "The dog"}\n{"turns": ["Lily"]}\n{"prompt": "unused"}\n')
