@@ -80,6 +80,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         type=lambda word: word if word == "auto" else int(word),
         help="drafts verified per round, or auto",
     )
+    parser.add_argument("--reuse", help="of rejected states: off, reanchor, or as it was trained")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
@@ -96,6 +97,7 @@ def _models(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
         "top_k": args.top_k,
         "top_p": args.top_p,
         "verify": args.verify,
+        "reuse": args.reuse,
     }
     if args.drafter is None:
         if args.num_draft is not None:

@@ -145,7 +145,7 @@ def evaluate(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     speculative, plain, equality = Arm(), Arm(), Equality()
-    shared = {k: v for k, v in settings.items() if k not in ("num_draft", "verify")}
+    shared = {k: v for k, v in settings.items() if k not in ("num_draft", "verify", "reuse")}
     total = repeats * sum(len(turns) for turns in map(_turns, prompts))
     for repeat in range(repeats):
         for index, ids in _dialogues(target, prompts, max_new_tokens, shared):

@@ -143,7 +143,6 @@ def test_a_prompt_may_hold_any_character(tmp_path):
     assert evaluation.read_prompts(file) == [[text] for text in prompts]
 
 
-
 def test_the_command_prints_a_table_and_writes_the_report(tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "The dog"}\n{"turns": ["Lily"]}\n{"prompt": "unused"}\n')

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from specjax.decoding.merging import merge
 from specjax.decoding.sampling import argmax, choose, law, position_noise
 from specjax.models import cache
 from specjax.models import drafter as backbone
 from specjax.models.drafter import DrafterConfig
 from specjax.models.layers import empty_cache
-from specjax.types import Array, KVCache, Params, Proposal, Rejected, Sampling, Vocabulary
+from specjax.models.reuse import ReAnchor
+from specjax.types import Array, KVCache, Params, Proposal, Rejected, Reuse, Sampling, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -101,19 +103,28 @@ class DFlash:
     Attributes:
       config: the network.
       num_draft: drafts sent to verification; the block itself always has its trained size.
+      reuse: what it does with the rows that the round before rejected, or None.
     """
 
     config: DrafterConfig
     num_draft: int
-    keeps: frozenset[str] = frozenset()
+    reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
-        self.config.check_num_draft(self.num_draft)
+        if isinstance(self.reuse, ReAnchor):
+            self.reuse.check_num_draft(self.config, self.num_draft)
+        else:
+            self.config.check_num_draft(self.num_draft)
 
     @property
     def taps(self) -> tuple[int, ...]:
         """The target layers it reads."""
         return self.config.taps
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        """The rejected states that it reads."""
+        return frozenset() if self.reuse is None else self.reuse.keeps
 
     def init(self, batch: int, capacity: int, dtype: Any) -> KVCache:
         """An empty context."""
@@ -139,27 +150,38 @@ class DFlash:
         sampling: Sampling,
     ) -> tuple[Proposal, KVCache]:
         """One pass over the block behind the anchor; its first `num_draft` predictions."""
-        position = length - 1
+        config, position = self.config, length - 1
         anchor = jnp.take_along_axis(tokens, position[:, None], axis=1)[:, 0]
-        block = backbone.draft_block(self.config, anchor, position)
-        hidden = backbone.forward(self.config, params, vocabulary, block, draft)[:, 0]
-        first = self.config.first_slot
-        hidden = hidden[:, first : first + self.num_draft]
-        logits = backbone.unembed(self.config, params, vocabulary, hidden)  # [B, K, V]
+        block = backbone.draft_block(config, anchor, position)
+        if self.reuse is not None:
+            block = self.reuse.inject(config, params, vocabulary, rejected, block)
+        hidden = backbone.forward(config, params, vocabulary, block, draft)
+        hidden = hidden[:, :, config.first_slot :]  # [B, N, D, E]
+        if isinstance(self.reuse, ReAnchor):
+            logits = backbone.unembed(config, params, vocabulary, hidden)
+            logits = backbone.target_logits(config, params, logits)
+            noise = self._noise(sampling, key, position, logits.shape[-1])
+            return merge(
+                block, logits, self.reuse, rejected.count, self.num_draft, sampling, noise
+            ), draft
+        hidden = hidden[:, 0, : self.num_draft]
+        logits = backbone.unembed(config, params, vocabulary, hidden)  # [B, K, V]
         count = jnp.full_like(length, self.num_draft)
         kept = hidden if "draft_hidden" in self.keeps else None
         if sampling.drafting == "greedy":
             ids = backbone.target_ids(params, argmax(logits))
             return Proposal(ids, count, hidden=kept), draft
-        logits = backbone.target_logits(self.config, params, logits)
+        logits = backbone.target_logits(config, params, logits)
         noise = self._noise(sampling, key, position, logits.shape[-1])
         drawn = choose(logits, sampling, noise)
         # Coupled drafts are verified by equality, which needs no law.
         q = None if sampling.drafting == "coupled" else law(logits, sampling)
         return Proposal(drawn, count, q, hidden=kept), draft
 
-    def _noise(self, sampling: Sampling, key: Array, position: Array, vocab: int) -> Array:
+    def _noise(self, sampling: Sampling, key: Array, position: Array, vocab: int) -> Array | None:
         """Gumbel noise [B, K, V]: the target's own by position, or of the round's draft stream."""
+        if sampling.drafting == "greedy":
+            return None
         if sampling.drafting == "coupled":
             rows = position[:, None] + 1 + jnp.arange(self.num_draft + 1, dtype=jnp.int32)[None]
             return position_noise(key, rows, vocab)[:, : self.num_draft]  # as the verifier's call

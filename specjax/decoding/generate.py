@@ -21,6 +21,7 @@ from specjax.decoding.drafting import NGram
 from specjax.decoding.sampling import make_sampling, row_keys
 from specjax.decoding.state import Decoder, Weights, rows_needed
 from specjax.decoding.stats import PromptStats, acceptance_length
+from specjax.models import reuse as reuse_methods
 from specjax.models.hub import Target
 from specjax.models.packaged import keep_compiled
 from specjax.types import RoundInfo, Sampling, SpecState
@@ -60,7 +61,7 @@ def generate(
     seed: int = 0,
     num_draft: int | Literal["auto"] | None = None,
     verify: str = "auto",
-    reuse: str | None = None,
+    reuse: Any = None,
     stream: bool = False,
     logprobs: bool = False,
     eos_token_id: int | Sequence[int] | None = None,
@@ -84,7 +85,9 @@ def generate(
       num_draft: drafts verified per round, by default all that the drafter makes. "auto" times
         rounds once per shape, follows the acceptance, and decodes plainly where that is faster.
       verify: a verification rule, or "auto".
-      reuse: a method of reusing rejected states; none is available yet.
+      reuse: how the states of rejected drafts are used: by default as the drafter was trained;
+        "off"; "reanchor" (or a `ReAnchor`), which every block drafter can; or the name of the
+        method that it was trained for.
       stream: return an iterator of (index of the prompt, piece of text).
       logprobs: report log probabilities.
       eos_token_id: overrides the model's own end-of-text ids.
@@ -166,7 +169,7 @@ def _prepare(
     seed: int = 0,
     num_draft: int | Literal["auto"] | None = None,
     verify: str = "auto",
-    reuse: str | None = None,
+    reuse: Any = None,
     stream: bool = False,
     logprobs: bool = False,
     eos_token_id: int | Sequence[int] | None = None,
@@ -178,8 +181,6 @@ def _prepare(
     if unsupported:
         name = next(iter(unsupported))
         raise ValueError(f"{name} is not supported: it would be ignored, so take it out")
-    if reuse is not None:
-        raise ValueError(f"reuse={reuse!r}: this drafter was not trained to reuse rejected states")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     single, items = request.split(prompts)
@@ -192,7 +193,7 @@ def _prepare(
     fixed = num_draft if isinstance(num_draft, int) else None
     if num_draft not in (None, "auto", fixed):
         raise ValueError(f"num_draft={num_draft!r} is not a number, None or 'auto'")
-    network, weights = request.network(target, drafter, fixed, longest)
+    network, weights = request.network(target, drafter, fixed, longest, reuse)
     stops = request.stop_strings(target, stop, stream)
     values = request.sampling_values(target, temperature, top_k, top_p, len(ids))
     rule, drafting = request.rule(verify, values["temperature"])
@@ -316,6 +317,7 @@ def _result(call: _Call, rows: list[Row], single: bool, seconds: float) -> Gener
     def shaped(values: list[Any]) -> Any:
         return values[0] if single else values
 
+    method = getattr(call.decoder.drafter, "reuse", None)
     return Generation(
         text=shaped([row.stream.text if row.stream else None for row in rows]),
         tokens=shaped([row.tokens for row in rows]),
@@ -325,6 +327,7 @@ def _result(call: _Call, rows: list[Row], single: bool, seconds: float) -> Gener
         settings={
             "rule": call.decoder.rule,
             "drafting": call.sampling["drafting"],
+            "reuse": None if method is None else reuse_methods.name_of(method),
             "num_draft": call.decoder.drafter.num_draft if call.auto is None else "auto",
             "batch": call.batch,
             "mode": "sampled" if (call.sampling["temperature"] > 0).any() else "greedy",

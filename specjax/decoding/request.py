@@ -15,9 +15,11 @@ import numpy as np
 from specjax.decoding.drafting import DFlash, Plain
 from specjax.decoding.verify import check_rule
 from specjax.models import hub
+from specjax.models import reuse as reuse_methods
 from specjax.models.hub import Target
+from specjax.models.reuse import ReAnchor
 from specjax.models.text import encode, render_chat
-from specjax.types import Params
+from specjax.types import Params, Reuse
 
 # verify= -> (rule, how a drafter draws when the target samples)
 RULES = {
@@ -92,7 +94,7 @@ def limits(target: Target, prompts: list[list[int]], max_new_tokens: Any) -> lis
 
 
 def network(
-    target: Target, drafter: Any, num_draft: int | None, longest: int
+    target: Target, drafter: Any, num_draft: int | None, longest: int, reuse: Any = None
 ) -> tuple[Any, Params]:
     """The drafter as the loop sees it, and its parameters.
 
@@ -101,14 +103,19 @@ def network(
       drafter: a loaded drafter, a `Drafter`, a pair of a `Drafter` and its parameters, or None.
       num_draft: drafts verified per round; None: all that it makes.
       longest: prompt and new tokens of the longest row.
+      reuse: as for `generate`.
 
     Raises:
-      ValueError: a drafter of another target, or more drafts than it makes.
+      ValueError: a drafter of another target, more drafts than it makes, or a reuse of rejected
+        states that it was not trained for.
       TypeError: no drafter at all.
     """
+    if not isinstance(drafter, hub.Drafter) and reuse is not None:
+        raise ValueError(f"reuse={reuse!r} needs a drafter from load_drafter, not {drafter!r}")
     if drafter is None:
         return Plain(), {}
     if isinstance(drafter, hub.Drafter):
+        method = reuse_method(drafter, reuse)
         hub.check_fit(drafter.config, target.config, target.name)
         count = drafter.config.num_drafts if num_draft is None else num_draft
         if longest > drafter.config.max_positions:
@@ -118,13 +125,41 @@ def network(
                 stacklevel=3,
             )
             return Plain(), {}
-        return DFlash(drafter.config, count), drafter.params
+        return DFlash(drafter.config, count, method), drafter.params
     made, params = drafter if isinstance(drafter, tuple) else (drafter, {})
     if not hasattr(made, "propose"):
         raise TypeError(f"{drafter!r} is no drafter: load one with load_drafter, or use NGram()")
     if num_draft is not None and num_draft != made.num_draft:
         raise ValueError(f"num_draft {num_draft}: this drafter is built for {made.num_draft}")
     return made, params
+
+
+def reuse_method(drafter: hub.Drafter, reuse: Any) -> Reuse | None:
+    """The method that `generate(reuse=)` names, for this drafter.
+
+    Raises:
+      ValueError: an unknown name, or a method that the drafter was not trained for.
+    """
+    trained = drafter.config.reuse
+    if reuse is None:
+        return trained
+    if reuse == "off":
+        return None
+    if isinstance(reuse, ReAnchor):
+        return reuse
+    if not isinstance(reuse, str) or reuse not in reuse_methods.NAMES:
+        names = ", ".join(("off", *reuse_methods.NAMES))
+        raise ValueError(f"reuse={reuse!r} is not one of {names}")
+    if reuse == "reanchor":
+        return ReAnchor()
+    name = None if trained is None else reuse_methods.name_of(trained)
+    if reuse != name:
+        raise ValueError(
+            f"reuse={reuse!r}: {drafter.name} was trained "
+            + ("without any reuse of rejected states" if name is None else f"for {name!r}")
+            + "; train one for it, or use reuse='reanchor', which needs no training"
+        )
+    return trained
 
 
 def sampling_values(

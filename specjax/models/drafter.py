@@ -16,7 +16,7 @@ from specjax.models import rope, target
 from specjax.models.layers import LayerConfig, decoder_layer, keys_values, layer_table, rms_norm
 from specjax.models.params import Param, Table
 from specjax.models.visibility import Visibility, visibility
-from specjax.types import Array, Block, KVCache, Params, Vocabulary
+from specjax.types import Array, Block, KVCache, Params, Reuse, Vocabulary
 
 # fill: slot j predicts the token at its own position; slot 0 is the anchor and predicts nothing.
 # next: slot j predicts the token behind its position; the anchor's slot predicts too.
@@ -43,6 +43,7 @@ class DrafterConfig:
       output_multiplier: multiplies logits, before the cap.
       logit_softcap: c in c * tanh(logits / c), or None.
       template: fingerprint of the chat template and thinking flag it was trained with, or None.
+      reuse: the method of reusing rejected states that it was trained with, or None.
     """
 
     layers: LayerConfig
@@ -60,6 +61,7 @@ class DrafterConfig:
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
     template: str | None = None
+    reuse: Reuse | None = None
 
     @property
     def first_slot(self) -> int:
@@ -102,6 +104,8 @@ def table(config: DrafterConfig) -> Table:
         tensors["head"] = Param(
             (config.draft_vocab_size, E), (None, None), "normal", "lm_head.weight"
         )
+    if config.reuse is not None:
+        tensors["reuse"] = config.reuse.table(config)
     return tensors
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specjax.models import rope
+from specjax.models import reuse, rope
 from specjax.models.drafter import DrafterConfig, Layout
 from specjax.models.layers import LayerConfig
 from specjax.models.rope import Rope
@@ -41,6 +41,7 @@ def config_from_hf(config: Mapping[str, Any], *, layout: Layout | None = None) -
     _refuse(merged)
     layers, causal = _layers(merged)
     taps = _required(merged, "target_layer_ids", "dflash_config.target_layer_ids")
+    own = merged.get("specjax") or {}
     parsed = DrafterConfig(
         layers=layers,
         causal=causal,
@@ -56,7 +57,8 @@ def config_from_hf(config: Mapping[str, Any], *, layout: Layout | None = None) -
         embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
         output_multiplier=float(merged.get("output_multiplier") or 1.0),
         logit_softcap=merged.get("final_logit_softcapping") or None,
-        template=(merged.get("specjax") or {}).get("template"),
+        template=own.get("template"),
+        reuse=reuse.from_json(own["reuse"]) if own.get("reuse") else None,
     )
     check_config(parsed)
     return parsed
@@ -99,8 +101,10 @@ def config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         written["output_multiplier"] = config.output_multiplier
     if config.logit_softcap is not None:
         written["final_logit_softcapping"] = config.logit_softcap
-    if config.template is not None:
+    if config.template is not None or config.reuse is not None:
         written["specjax"] = {"template": config.template}
+    if config.reuse is not None:
+        written["specjax"]["reuse"] = reuse.to_json(config.reuse)
     return written
 
 
@@ -155,6 +159,7 @@ def _check_speculators(config: DrafterConfig) -> None:
         "embedding_scale": config.embedding_scale != 1.0,
         "output_multiplier": config.output_multiplier != 1.0,
         "logit_softcap": config.logit_softcap is not None,
+        "reuse": config.reuse is not None,
     }
     for name, present in unsaid.items():
         if present:

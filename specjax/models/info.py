@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from specjax.models import drafter, drafter_hf, hub, params, target
+from specjax.models import drafter, drafter_hf, hub, params, reuse, target
 from specjax.models.storage import open_checkpoint, read_json
 from specjax.models.text import has_tokenizer
 
@@ -117,6 +117,7 @@ def _drafter_lines(config: drafter.DrafterConfig) -> dict[str, str]:
         else "mixed"
         if any(config.causal)
         else "bidirectional",
+        "reuse": "none" if config.reuse is None else reuse.name_of(config.reuse),
         "taps": f"outputs of target layers {list(config.taps)}",
         "mask token": str(config.mask_token_id),
         "vocabulary": f"{config.vocab_size:,} of the target"

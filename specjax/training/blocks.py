@@ -72,14 +72,14 @@ def block_inputs(config: DrafterConfig, batch: Batch, anchors: Anchors) -> Block
     shape = (*anchors.at.shape, config.block_size)
     block = drafter.draft_block(
         config,
-        _pick(batch.tokens, anchors.at).reshape(-1),
-        _pick(batch.positions, anchors.at).reshape(-1),
+        pick(batch.tokens, anchors.at).reshape(-1),
+        pick(batch.positions, anchors.at).reshape(-1),
     )
     return Block(
         tokens=block.tokens.reshape(shape),
         positions=block.positions.reshape(shape),
         context_end=anchors.at,
-        context_start=_pick(batch.start, anchors.at),
+        context_start=pick(batch.start, anchors.at),
     )
 
 
@@ -94,9 +94,9 @@ def block_labels(config: DrafterConfig, batch: Batch, anchors: Anchors) -> Label
     at = anchors.at[:, :, None] + steps
     inside = at <= last
     at = jnp.minimum(at, last)
-    same = _pick(batch.document, at) == _pick(batch.document, anchors.at)[:, :, None]
-    good = inside & same & _pick(batch.supervised, at) & anchors.valid[:, :, None]
-    return Labels(_pick(batch.tokens, at), jnp.cumsum(~good, axis=2) == 0, at)
+    same = pick(batch.document, at) == pick(batch.document, anchors.at)[:, :, None]
+    good = inside & same & pick(batch.supervised, at) & anchors.valid[:, :, None]
+    return Labels(pick(batch.tokens, at), jnp.cumsum(~good, axis=2) == 0, at)
 
 
 def context(config: DrafterConfig, params: Params, features: Array, positions: Array) -> KVCache:
@@ -145,9 +145,9 @@ def hidden(
 
 def target_rows(final_hidden: Array, labels: Labels) -> Array:
     """The target's states [B, S, E] that predict each label, [B, A, K, E]: of the row before it."""
-    return _pick(final_hidden, labels.at - 1)
+    return pick(final_hidden, labels.at - 1)
 
 
-def _pick(values: Array, rows: Array) -> Array:
+def pick(values: Array, rows: Array) -> Array:
     """values [B, S, ...] at rows [B, ...] of the same batch row."""
     return jax.vmap(lambda of_row, index: of_row[index])(jnp.asarray(values), rows)

@@ -14,10 +14,13 @@ from specjax.models.drafter import DrafterConfig, Layout
 from specjax.models.drafter_hf import check_config
 from specjax.models.hub import Target
 from specjax.models.layers import LayerConfig
+from specjax.models.reuse import ReAnchor, make
 from specjax.models.target import check_taps
 from specjax.models.text import template_fingerprint
 from specjax.training import jsonfile
+from specjax.training.branches import Branches
 from specjax.training.objectives import Objective
+from specjax.types import Reuse
 
 # What a number may be; none of it holds for NaN.
 RULES: Mapping[str, Callable[[Any], bool]] = {
@@ -113,6 +116,28 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Reusing:
+    """The reuse of rejected states that a drafter is trained for.
+
+    Attributes:
+      method: a name of `models.reuse.NAMES` that has weights of its own.
+      site: of "carryover".
+    """
+
+    method: str
+    site: Literal["pre_fc", "post_norm"] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.made, ReAnchor):
+            raise ValueError("method 'reanchor' needs no training: use generate(reuse='reanchor')")
+
+    @property
+    def made(self) -> Reuse:
+        """The method itself."""
+        return make(self.method, **({} if self.site is None else {"site": self.site}))
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """Warm-up to the learning rate, then a cosine to zero; no weight decay on norms.
 
@@ -188,6 +213,8 @@ class TrainConfig:
       drafter: the network; None where `init_from` gives it.
       heldout: what is evaluated, or None.
       init_from: a drafter checkpoint to start from.
+      reuse: the reuse of rejected states that is trained, or None; `branches` say how.
+      branches: drafts behind a rejection that are trained beside the plain ones.
       objective: what is minimised.
       optimizer: how.
       steps: optimizer steps.
@@ -215,6 +242,8 @@ class TrainConfig:
     drafter: Shape | None = None
     heldout: HeldOut | None = None
     init_from: str | None = None
+    reuse: Reusing | None = None
+    branches: Branches | None = None
     objective: Objective = field(default_factory=Objective)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 1000
@@ -264,6 +293,15 @@ class TrainConfig:
                 )
         if (self.drafter is None) == (self.init_from is None):
             raise ValueError("give either drafter (a new network) or init_from (a checkpoint)")
+        if (self.reuse is None) != (self.branches is None):
+            raise ValueError("reuse and branches go together: give both or none")
+        if self.branches is not None and self.features == "cache":
+            raise ValueError("features must be online: branches need the target in every step")
+        if self.branches is not None and self.branches.anchors >= self.row_length:
+            raise ValueError(
+                f"branches.anchors must be at most {self.row_length - 1}, not "
+                f"{self.branches.anchors}"
+            )
         drafts = self.heldout.drafts if self.heldout else ()
         if self.drafter and max(drafts, default=0) > self.drafter.num_drafts:
             raise ValueError(

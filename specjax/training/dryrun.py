@@ -52,6 +52,13 @@ def estimate(config: TrainConfig) -> str:
         f"answers, cache and evaluation are not included{everything}",
         "checkpoints": f"{BYTES * count / 1e6:.0f} MB each, {config.keep + 1} at most",
     }
+    if config.branches is not None:
+        clean, more = config.row_length, config.branches.anchors * config.branches.rounds
+        more *= setup.network.num_drafts
+        lines["branches"] = (
+            f"the target runs {config.rows * (clean + more):,} rows a step; without branches "
+            f"{config.rows * clean:,}"
+        )
     tapped = len(setup.network.taps) + config.objective.needs_target
     width = tapped * setup.target.config.layers.hidden_size * DTYPE.itemsize
     total = width * (asked + answers)

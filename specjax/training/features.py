@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from specjax.models.target import TargetConfig
 from specjax.training.data import Documents
 from specjax.training.identity import fingerprint
 from specjax.training.packing import Batch
-from specjax.types import Array, Params
+from specjax.types import Array, KVCache, Params
 
 CHUNK = 256  # rows of one block of the clean pass; scores are rows x chunk, per head
 ROW_LENGTH = 512  # rows of a cache's own batches, unless a document is longer
@@ -44,6 +44,14 @@ _BATCHES = "batches"  # a key of both: how states are batched, which must not ch
 _FEATURES, _FINAL_HIDDEN = "features.bin", "final_hidden.bin"
 
 
+class Clean(NamedTuple):
+    """What the target knows of recorded text; without gradient."""
+
+    features: Array  # [B, S, F]
+    final_hidden: Array  # [B, S, E]
+    context: KVCache  # keys and values of all rows, by row of the batch
+
+
 def clean_pass(
     config: TargetConfig,
     params: Params,
@@ -51,7 +59,7 @@ def clean_pass(
     taps: Sequence[int],
     *,
     chunk: int = CHUNK,
-) -> tuple[Array, Array]:
+) -> Clean:
     """The target's states of packed documents: equal, row by row, to those of decoding.
 
     A row sees the earlier rows of its own document only. Nothing is differentiated.
@@ -65,7 +73,7 @@ def clean_pass(
 
     Returns:
       features [B, S, F] and the hidden states after the final norm [B, S, E], in the dtype of the
-      parameters; zeros in padding rows.
+      parameters, zeros in padding rows; and the context for rows that follow.
 
     Raises:
       ValueError: a tap that is not a layer before the last one, or no rows in a chunk.
@@ -96,7 +104,9 @@ def clean_pass(
         states = jnp.where((document >= 0)[..., None], states, 0.0)
         return jax.lax.stop_gradient(states.reshape(B, -1, states.shape[-1])[:, :S])
 
-    return rows(out.features), rows(out.hidden)
+    length = jnp.full((B,), out.k[0].shape[2], jnp.int32)
+    context = jax.lax.stop_gradient(KVCache(out.k, out.v, length))
+    return Clean(rows(out.features), rows(out.hidden), context)
 
 
 @dataclass(frozen=True)
@@ -371,5 +381,5 @@ def _batch(
 def _states(
     config: TargetConfig, params: Params, batch: Batch, taps: tuple[int, ...], chunk: int
 ) -> tuple[Array, Array]:
-    states = clean_pass(config, params, batch, taps, chunk=chunk)
+    states = clean_pass(config, params, batch, taps, chunk=chunk)[:2]
     return states[0].astype(jnp.bfloat16), states[1].astype(jnp.bfloat16)

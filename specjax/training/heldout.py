@@ -170,7 +170,7 @@ def walk(
         lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
     )
     vocabulary = networks.vocabulary(target.params)
-    network = DFlash(config, drafts)
+    network = DFlash(config, drafts, config.reuse)
     stats = rounds(network, params, vocabulary, answers, progress=progress)
     return summary(stats) | {"answers": len(stats), "num_draft": drafts}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ def measured(
 ) -> dict[str, Any]:
     """The walk over all greedy answers, and decoding at each temperature and draft length.
 
+    A drafter that was trained to reuse rejected states is walked without them, which a walk does
+    not have, and decoded with and without them.
+
     Returns:
       The keys of `evaluation.evaluate` for the fastest greedy run (or the fastest one), with all
       of them as `runs` and the figures of `heldout.walk` as `walk`.
@@ -28,7 +32,8 @@ def measured(
     dtype = target.params["embed"].dtype
     params = jax.tree.map(lambda p: p.astype(dtype), made.params)
     drafter = Drafter(made.name, made.directory, made.config, params)
-    walked = heldout.walk(target, made.config, params, held, progress=_bar("walking", progress))
+    alone = replace(made.config, reuse=None)
+    walked = heldout.walk(target, alone, params, held, progress=_bar("walking", progress))
     prompts = evaluation.read_prompts(wanted.prompts, wanted.limit)[: wanted.decoded]
     runs = [
         evaluation.evaluate(
@@ -38,11 +43,13 @@ def measured(
             max_new_tokens=wanted.max_new_tokens,
             temperature=temperature,
             num_draft=length,
+            reuse=reuse,
             repeats=wanted.repeats,
             progress=_bar(f"decoding, temperature {temperature:g}, {length} drafts", progress),
         )
         for temperature in wanted.temperatures
         for length in wanted.drafts or (made.config.num_drafts,)
+        for reuse in ((None,) if made.config.reuse is None else (None, "off"))
     ]
     best = max(runs, key=lambda run: (run["asked"]["temperature"] == 0, run["speedup"] or 0))
     return best | {"walk": walked, "runs": runs}
@@ -63,10 +70,12 @@ def table(report: dict[str, Any]) -> str:
         f"(mean of {walk['answers']} answers {walk['tau_macro']:.3f}{around})",
         f"accepted by slot: {slots}",
         "",
-        f"{'temperature':>11} {head}",
+        f"{'temperature':>11} {'reuse':>10} {head}",
     ]
     for run, row in zip(report["runs"], rows, strict=True):
-        lines.append(f"{run['asked']['temperature']:>11} {row}")
+        lines.append(
+            f"{run['asked']['temperature']:>11} {run['settings']['reuse'] or '-':>10} {row}"
+        )
     return "\n".join(lines)
 
 

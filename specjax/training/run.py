@@ -17,7 +17,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from specjax import evaluation
 from specjax.models.drafter import DrafterConfig
 from specjax.models.hub import Drafter, Target, load_drafter, load_target
 from specjax.models.packaged import keep_compiled
+from specjax.models.params import init
 from specjax.models.storage import write_json
 from specjax.models.text import tokenizer_fingerprint
 from specjax.training import config as configs
@@ -142,6 +143,8 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         network = configs.drafter_config(config.drafter, target)
     if network.draft_vocab_size is not None:
         raise ValueError("init_from has a head of its own over a reduced vocabulary: not trained")
+    if config.reuse is not None:
+        network, start = _with_reuse(config, network, start)
     if config.objective.weights == "exponential":
         config.objective.decay(network.block_size)
     if config.heldout is not None:
@@ -162,8 +165,22 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         head_chunk=config.head_chunk,
         seed=config.seed,
         compute=_compute(config),
+        branches=config.branches,
     )
     return Setup(config, Path(runs) / config.name, target, network, plan, mesh, start)
+
+
+def _with_reuse(
+    config: TrainConfig, network: DrafterConfig, start: Params | None
+) -> tuple[DrafterConfig, Params | None]:
+    """The network with the method's weights: fresh ones, unless `start` has trained them."""
+    assert config.reuse is not None
+    method = config.reuse.made
+    if network.reuse not in (None, method):
+        raise ValueError(f"init_from was trained with {network.reuse}, not with {method}")
+    if start is not None and network.reuse is None:
+        start = start | {"reuse": init(method.table(network), jax.random.key(config.seed))}
+    return replace(network, reuse=method), start
 
 
 def prompts_of(source: configs.Source) -> Any:
@@ -227,6 +244,7 @@ def _train(
     update = trainer.make_step(setup.plan, optimizer)
     rate = trainer.schedule(config.optimizer, config.steps)
     every = config.heldout.every if config.heldout else 0
+    alone = replace(setup.network, reuse=None)  # a walk has no rejected states
     with (
         Log(setup.folder, done, tensorboard=config.tensorboard) as log,
         tqdm(
@@ -247,7 +265,7 @@ def _train(
             bar.update()
             last, tau = step == config.steps, None
             if some is not None and (last or (every and step % every == 0)):
-                walked = heldout.walk(setup.target, setup.network, state.params, some)
+                walked = heldout.walk(setup.target, alone, state.params, some)
                 tau = walked["tau"]
                 log.write("walks", step, walked)
             if last or tau is not None or step % config.checkpoint_every == 0:

@@ -8,7 +8,7 @@ devices it is split into.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from specjax.models import target as networks
 from specjax.models.drafter import DrafterConfig
 from specjax.models.params import init, leaves
 from specjax.models.target import TargetConfig
-from specjax.training import blocks, config, objectives
+from specjax.training import blocks, branches, config, objectives
+from specjax.training.branches import Branches
 from specjax.training.features import clean_pass
 from specjax.training.objectives import Objective, Sums
 from specjax.training.packing import Batch
@@ -37,6 +38,15 @@ class TrainState:
     step: Array  # [] int32: updates made
     params: Params  # float32
     opt_state: Any
+
+
+@struct.dataclass
+class Starts:
+    """Where the blocks of a step begin."""
+
+    plain: blocks.Anchors
+    branches: blocks.Anchors | None  # where the rounds of a branch begin
+    keys: Array | None  # [B] PRNG keys of what branches draw
 
 
 @struct.dataclass
@@ -59,6 +69,7 @@ class Plan:
       head_chunk: blocks whose logits exist at a time.
       seed: of the anchors.
       compute: dtype of the drafter's arithmetic.
+      branches: drafts behind a rejection that are trained too, or None.
     """
 
     target: TargetConfig
@@ -69,6 +80,7 @@ class Plan:
     head_chunk: int = 32
     seed: int = 0
     compute: str = "float32"
+    branches: Branches | None = None
 
 
 def schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
@@ -154,35 +166,61 @@ def loss_sums(
     params: Params,
     target_params: Params,
     batch: Batch,
-    anchors: blocks.Anchors,
+    starts: Starts,
     states: States | None,
     rows: Array | None,
 ) -> Sums:
     """The objective over all blocks of a batch, as sums that add up over batches."""
-    if states is None:
-        found = clean_pass(plan.target, target_params, batch, plan.drafter.taps)
-        states = States(*found)
     dtype = jnp.dtype(plan.compute)
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     vocabulary = jax.tree.map(lambda x: x.astype(dtype), networks.vocabulary(target_params))
-    hidden = blocks.hidden(plan.drafter, params, vocabulary, batch, states.features, anchors)
-    labels = blocks.block_labels(plan.drafter, batch, anchors)
-    target_hidden = None
-    if plan.objective.needs_target:
-        if states.final_hidden is None:
-            raise ValueError("this objective needs the target's final states; the cache has none")
-        target_hidden = blocks.target_rows(states.final_hidden, labels).astype(dtype)
-    return objectives.loss_sums(
-        plan.objective,
+    clean = None
+    if states is None:
+        clean = clean_pass(plan.target, target_params, batch, plan.drafter.taps)
+        states = States(clean.features, clean.final_hidden)
+
+    def sums(hidden: Array, labels: blocks.Labels) -> Sums:
+        target_hidden = None
+        if plan.objective.needs_target:
+            if states.final_hidden is None:
+                raise ValueError(
+                    "this objective needs the target's final states; the cache has none"
+                )
+            target_hidden = blocks.target_rows(states.final_hidden, labels).astype(dtype)
+        return objectives.loss_sums(
+            plan.objective,
+            plan.drafter,
+            params,
+            vocabulary,
+            hidden,
+            labels,
+            target_hidden,
+            chunk=plan.head_chunk,
+            rows=rows,
+        )
+
+    hidden = blocks.hidden(plan.drafter, params, vocabulary, batch, states.features, starts.plain)
+    total = sums(hidden, blocks.block_labels(plan.drafter, batch, starts.plain))
+    if plan.branches is None:
+        return total
+    if clean is None:
+        raise ValueError("branches need the target in every step: features must be online")
+    assert starts.branches is not None
+    assert starts.keys is not None
+    for draft in branches.drafts(
+        plan.branches,
+        plan.target,
         plan.drafter,
+        target_params,
         params,
         vocabulary,
-        hidden,
-        labels,
-        target_hidden,
-        chunk=plan.head_chunk,
-        rows=rows,
-    )
+        batch,
+        clean,
+        starts.branches,
+        starts.keys,
+    ):
+        total += sums(draft.hidden, draft.labels)
+    return total
 
 
 def _step(
@@ -195,14 +233,21 @@ def _step(
     rows: Array | None,
 ) -> tuple[TrainState, dict[str, Array]]:
     key = jax.random.fold_in(_keys(plan)[1], state.step)
-    anchors = blocks.draw_anchors(key, batch, plan.anchors)
+    starts = Starts(blocks.draw_anchors(key, batch, plan.anchors), None, None)
+    if plan.branches is not None:
+        branch_key, draw_key = jax.random.split(jax.random.fold_in(key, 1))
+        starts = replace(
+            starts,
+            branches=blocks.draw_anchors(branch_key, batch, plan.branches.anchors),
+            keys=jax.random.split(draw_key, batch.tokens.shape[0]),
+        )
 
     def total(params: Params, piece: Any) -> tuple[Array, Sums]:
-        batch, anchors, states = piece
-        sums = loss_sums(plan, params, target_params, batch, anchors, states, rows)
+        batch, starts, states = piece
+        sums = loss_sums(plan, params, target_params, batch, starts, states, rows)
         return sums.loss, sums
 
-    whole = (batch, anchors, states)
+    whole = (batch, starts, states)
     if plan.accumulate == 1:
         grads, sums = jax.grad(total, has_aux=True)(state.params, whole)
     else:

@@ -1,0 +1,235 @@
+"""Every method of reuse in the loop: exact, row by row, and plain where nothing was rejected.
+
+Cases F1, F4, F7 and A5 of the bug cases for drafters that read rejected states.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import pytest
+
+import specjax
+from specjax.decoding import loop
+from specjax.models import params
+from specjax.models.reuse import Carryover, DFlow, ReAnchor, ReTrace
+
+PROMPTS = ["Once upon a time", "Tom had a red", "Lily and her mom went to the park. They saw"]
+LIMITS = [40, 17, 60]
+METHODS = {
+    "carryover": Carryover(),
+    "carryover post_norm": Carryover("post_norm"),
+    "dflow": DFlow(),
+    "retrace": ReTrace(),
+    "reanchor": ReAnchor((1, 2, 4)),
+    "reanchor beyond the block": ReAnchor((1, 3), 0.0),
+}
+SETTINGS = {
+    "greedy": {"temperature": 0},
+    "coupled": {"temperature": 0.8, "seed": 3},
+    "independent": {"temperature": 1.0, "seed": 5, "verify": "match-independent"},
+    "filtered": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 7},
+    "token": {"temperature": 0, "verify": "token"},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return specjax.load_target("stories260k")
+
+
+def made(target, method, layout="fill"):
+    """The packaged drafter "trained" with a method: what that adds is random.
+
+    In the other layout its drafts come one slot late, and are right now and then.
+    """
+    drafter = specjax.load_drafter("stories260k-dflash", target)
+    trained = None if isinstance(method, ReAnchor) else method
+    config = replace(drafter.config, reuse=trained, layout=layout)
+    if trained is None:
+        return replace(drafter, config=config)
+    own = params.init(method.table(config), jax.random.key(1))
+    keys = iter(jax.random.split(jax.random.key(2), 99))
+    own = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), own)
+    return replace(drafter, config=config, params=drafter.params | {"reuse": own})
+
+
+def how(method):
+    """What `generate` is told beside the drafter."""
+    if not isinstance(method, ReAnchor):
+        return {}
+    return {"reuse": method} | ({"num_draft": 10} if method.threshold == 0 else {})
+
+
+def decode(target, drafter=None, prompts=PROMPTS, limits=LIMITS, **settings):
+    return specjax.generate(
+        target, prompts, drafter=drafter, max_new_tokens=limits, eos_token_id=[], **settings
+    )
+
+
+def rounds(answers):
+    return [(one.drafted, one.accepted, one.emitted) for one in answers.stats]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:acceptance length")
+
+
+# --------------------------------------------------------------------------------------- exact
+@pytest.fixture(scope="module")
+def known(target):
+    """Answers without a drafter (layout None) and with one whose reuse is off, each made once."""
+
+    @cache
+    def get(layout, setting):
+        asked = SETTINGS[setting]
+        if layout is None:
+            return decode(target, **{k: v for k, v in asked.items() if k != "verify"})
+        return decode(target, made(target, None, layout), **asked)
+
+    return get
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("layout", "setting"),
+    [
+        pytest.param("fill", setting, marks=() if setting == "greedy" else pytest.mark.slow)
+        for setting in SETTINGS
+    ]
+    + [("next", "coupled")],
+)
+def test_a_method_changes_nothing_but_the_rounds(target, known, name, layout, setting):
+    method = METHODS[name]
+    got = decode(target, made(target, method, layout), **SETTINGS[setting], **how(method))
+    assert got.tokens == known(None, setting).tokens
+    if layout == "fill":
+        assert len({n for one in got.stats for n in one.accepted}) > 2
+        assert rounds(got) != rounds(known(layout, setting))  # what was rejected was read
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("dflow", "reanchor") else pytest.mark.slow)
+        for n in METHODS
+    ],
+)
+def test_a_row_alone_equals_the_row_in_a_batch(target, name):
+    """Rows of a batch are in different phases: prefilled, rejected early or late, finished."""
+    method = METHODS[name]
+    drafter, asked = made(target, method), SETTINGS["greedy"] | how(method)
+    together = decode(target, drafter, **asked)
+    for b in range(len(PROMPTS)):
+        alone = decode(target, drafter, PROMPTS[b : b + 1], LIMITS[b : b + 1], **asked)
+        assert alone.tokens == together.tokens[b : b + 1]
+        assert rounds(alone) == rounds(together)[b : b + 1]
+
+
+# ---------------------------------------------------------------------------- plain at the start
+@pytest.mark.parametrize("method", [DFlow(), ReTrace()], ids=repr)
+def test_untrained_weights_give_the_rounds_of_dflash(target, known, method):
+    drafter = made(target, method)
+    fresh = params.init(method.table(drafter.config), jax.random.key(0))
+    drafter = replace(drafter, params=drafter.params | {"reuse": fresh})
+    got = decode(target, drafter, **SETTINGS["coupled"])
+    assert rounds(got) == rounds(known("fill", "coupled"))
+
+
+@pytest.mark.parametrize("setting", ["greedy", "coupled"])
+def test_without_shifts_reanchor_gives_the_rounds_of_dflash(target, known, setting):
+    got = decode(target, made(target, None), **SETTINGS[setting], reuse=ReAnchor(()))
+    assert rounds(got) == rounds(known("fill", setting))
+
+
+def test_a_drafter_whose_reuse_is_off_is_the_program_of_dflash(target):
+    """No word of the method is left in the compiled step."""
+    drafter = made(target, Carryover())
+    bare = replace(
+        drafter,
+        config=replace(drafter.config, reuse=None),
+        params={k: v for k, v in drafter.params.items() if k != "reuse"},
+    )
+
+    def step(drafter, **settings):
+        decoder, weights, sampling, stops, state = specjax.started(
+            target, PROMPTS[0], drafter=drafter, **settings
+        )
+        weights = weights._replace(
+            drafter={k: v for k, v in weights.drafter.items() if k != "reuse"}
+        )
+        decoder = replace(decoder, drafter=replace(decoder.drafter, config=bare.config))
+        return str(
+            jax.make_jaxpr(loop.step, static_argnums=0)(decoder, weights, sampling, stops, state)
+        )
+
+    assert step(drafter, reuse="off") == step(bare)
+    assert step(bare, reuse="reanchor") != step(bare)
+
+
+# ----------------------------------------------------------------------------------- long runs
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_many_rounds_hold_what_the_first_held(target, name):
+    method = METHODS[name]
+    drafter = made(target, method)
+    decoder, weights, sampling, stops, state = specjax.started(
+        target, PROMPTS[1], drafter=drafter, max_new_tokens=200, eos_token_id=[], **how(method)
+    )
+
+    def held(state):
+        return jax.tree.map(lambda x: (x.shape, str(x.dtype)), state)
+
+    first = held(state)
+    compiled = loop.run_rounds._cache_size()
+    for _ in range(5):
+        state, _ = loop.run_rounds(decoder, weights, sampling, stops, state, 10)
+        assert held(state) == first
+    assert loop.run_rounds._cache_size() == compiled + 1
+    kept = {
+        name
+        for name in ("features", "final_hidden", "argmax", "draft_hidden")
+        if getattr(state.rejected, name).size
+    }
+    assert kept == set(method.keeps)
+
+
+# --------------------------------------------------------------------------------------- asked
+def test_a_method_is_chosen_by_name(target):
+    drafter = made(target, Carryover())
+    prompts, limits = PROMPTS[:1], [8]
+    names = {
+        None: "carryover",
+        "carryover": "carryover",
+        "off": None,
+        "reanchor": "reanchor",
+    }
+    for asked, ran in names.items():
+        out = decode(target, drafter, prompts, limits, reuse=asked)
+        assert out.settings["reuse"] == ran
+    assert decode(target, made(target, None), prompts, limits).settings["reuse"] is None
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "message"),
+    [
+        (None, "carryover", "stories260k-dflash was trained without any reuse"),
+        (Carryover(), "dflow", "stories260k-dflash was trained for 'carryover'; train one for it"),
+        (None, "carry", "reuse='carry' is not one of off, carryover, dflow, retrace, reanchor"),
+        (None, Carryover(), "is not one of off"),
+    ],
+)
+def test_what_a_drafter_was_not_trained_for_is_refused(target, trained, asked, message):
+    with pytest.raises(ValueError, match=message):
+        decode(target, made(target, trained), reuse=asked)
+
+
+def test_reuse_without_a_trained_drafter_is_refused(target):
+    for drafter in (None, specjax.NGram()):
+        with pytest.raises(ValueError, match="needs a drafter from load_drafter"):
+            decode(target, drafter, reuse="reanchor")
+
+
+def test_a_chain_cannot_outgrow_its_blocks(target):
+    drafter = made(target, None)
+    with pytest.raises(ValueError, match="not between 1 and 11: a block holds 7 drafts"):
+        decode(target, drafter, reuse=ReAnchor((1, 4)), num_draft=12)
