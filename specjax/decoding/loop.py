@@ -214,7 +214,7 @@ def verify(
         accepted = jax.vmap(rules.match)(choice, proposal.tokens, proposal.count)
         following = jnp.take_along_axis(choice, accepted[:, None], axis=1)[:, 0]
     else:
-        accepted, following = _reject(sampling, state, proposal, logits)
+        accepted, following = _reject(decoder.rule, sampling, state, proposal, logits)
     verdict = Verdict(
         accepted=accepted,
         path=jnp.broadcast_to(rows, tokens.shape),
@@ -225,14 +225,14 @@ def verify(
 
 
 def _reject(
-    sampling: Sampling, state: SpecState, proposal: Proposal, logits: Array
+    rule: str, sampling: Sampling, state: SpecState, proposal: Proposal, logits: Array
 ) -> tuple[Array, Array]:
-    """The token rule with fresh noise of this round."""
+    """A rule that reads the drafter's law, with fresh noise of this round."""
     _, accept_key, residual_key = round_keys(state.key, state.round)
     K = proposal.tokens.shape[1]
     uniforms = jax.vmap(lambda k: jax.random.uniform(k, (K,), jnp.float32))(accept_key)
     q_axes = None if proposal.law is None else 0
-    accepted, residual = jax.vmap(rules.token, in_axes=(0, q_axes, 0, 0, 0))(
+    accepted, residual = jax.vmap(getattr(rules, rule), in_axes=(0, q_axes, 0, 0, 0))(
         law(logits, sampling), proposal.law, proposal.tokens, proposal.count, uniforms
     )
     gumbel = jax.vmap(lambda k: jax.random.gumbel(k, residual.shape[1:], jnp.float32))

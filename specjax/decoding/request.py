@@ -26,6 +26,7 @@ RULES = {
     "match": ("match", "coupled"),
     "match-independent": ("match", "independent"),
     "token": ("token", "independent"),
+    "block": ("block", "independent"),
 }
 AUTO = "match"
 

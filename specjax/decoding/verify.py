@@ -6,7 +6,9 @@ target's processed law (see `sampling.law`) behind the anchor and the first k dr
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from specjax.types import Array, SparseLaw
 
@@ -19,6 +21,7 @@ _NEAR_ZERO = 1e-9
 RULES = {
     "match": ("greedy", "coupled", "independent"),
     "token": ("greedy", "independent"),
+    "block": ("greedy", "independent"),
 }
 
 
@@ -89,6 +92,56 @@ def token(
     total = jnp.sum(rest)
     usable = (accepted < count) & (total > _NEAR_ZERO)
     return accepted, jnp.where(usable, rest / jnp.where(usable, total, 1.0), behind)
+
+
+def block(
+    p: Array, q: Array | SparseLaw | None, tokens: Array, count: Array, uniforms: Array
+) -> tuple[Array, Array]:
+    """Block verification: decides about the drafts jointly, and never accepts less than `token`.
+
+    The chance of keeping at least i drafts is the running product of p(d) / q(d), clipped to 1 at
+    every step: what an early slot lost, a later one that was proposed too rarely pays back. The
+    last slot that succeeds counts, whatever failed before it. The output has the target's law under
+    the same conditions as for `token`, with which it agrees for a single draft, for point masses
+    and for a deterministic target. Source: Sun et al. (arXiv 2403.10444), algorithm 2.
+
+    Args:
+      p, q, tokens, count, uniforms: as for `token`; the uniforms of the slots are independent.
+
+    Returns:
+      accepted, [] int32, and the law [V] float32 of the next token: `p[accepted]` if all were
+      accepted, else the residual (r p - q)_+ with r the running product there, normalised (p itself
+      if it vanishes).
+    """
+    K = tokens.shape[0]
+    if K == 0:
+        return jnp.int32(0), p[0]
+    slots = jnp.arange(K, dtype=jnp.int32)
+    real = slots < count
+    drafted, proposed = p[slots, tokens], _probability(q, tokens)
+    # A draft that q excludes was never drawn: its ratio is finite all the same.
+    ratio = jnp.where(real, drafted / jnp.maximum(proposed, jnp.finfo(jnp.float32).tiny), 0.0)
+
+    def clipped(run: Array, ratio: Array) -> tuple[Array, Array]:
+        run = jnp.minimum(run * ratio, 1.0)
+        return run, run
+
+    keep = jnp.concatenate([jnp.ones(1), lax.scan(clipped, jnp.float32(1.0), ratio)[1]])  # [W]
+    # The mass that leaves the prefix of i drafts, for i below count.
+    rest = jax.vmap(_residual, (0, None, None, 0))(
+        keep[:K, None] * p[:K], q, tokens, slots
+    )  # [K, V]
+    leaves = jnp.concatenate([jnp.sum(rest, axis=-1), jnp.zeros(1)])
+    stays = leaves + 1.0 - keep
+    chance = jnp.where(stays > 0, leaves / jnp.where(stays > 0, stays, 1.0), 1.0)
+    drafts = slots + 1
+    chance = jnp.where(drafts == count, keep[1:], chance[1:])
+    accepted = jnp.max(jnp.where(real & (uniforms < chance), drafts, 0))
+    behind = p[accepted]
+    total = leaves[accepted]
+    usable = (accepted < count) & (total > _NEAR_ZERO)
+    law = rest[jnp.minimum(accepted, K - 1)] / jnp.where(usable, total, 1.0)
+    return accepted, jnp.where(usable, law, behind)
 
 
 def _prefix(accept: Array) -> Array:

@@ -1,8 +1,8 @@
-"""What a drafter is trained for: losses per slot, their weights, and sums that add up.
+"""What a drafter is trained for: losses with their weights, as sums that add up.
 
-A loss is one function in `LOSSES`, a way to weigh slots one function in `WEIGHTS`; both read the
-`Scores` of some blocks. Everything is returned as sums over slots, so that micro-batches and
-devices add up to what one big batch gives: a mean of means would weigh short batches up.
+Losses and weights are in `training.losses`. Everything is returned as sums over slots, so that
+micro-batches and devices add up to what one big batch gives: a mean of means would weigh short
+batches up.
 
 The head of the target is most of a training step. It runs over a few blocks at a time, and the
 gradient with respect to the hidden states is made in the same visit: the frozen head needs none of
@@ -12,10 +12,10 @@ computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from flax import struct
 from specjax.models import drafter, target
 from specjax.models.drafter import DrafterConfig
 from specjax.training.blocks import Labels
+from specjax.training.losses import DECAYING, LOSSES, READ_TARGET, WEIGHTS, Scores
 from specjax.types import Array, Params, Vocabulary
 
 # Decay of the exponential weights by block size (DFlash, arXiv 2602.06036).
@@ -37,7 +38,7 @@ class Objective:
     Attributes:
       losses: names in `LOSSES` with their coefficients.
       weights: a name in `WEIGHTS`.
-      gamma: decay of "exponential"; None: 7, 5, 4 for blocks of 16, 10, 8.
+      gamma: decay of "exponential" and "vat"; None: 7, 5, 4 for blocks of 16, 10, 8.
       alpha: smoothing of "dpace", 0 to 1.
 
     Raises:
@@ -101,53 +102,6 @@ class Sums:
         return self.loss / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
-class Scores(NamedTuple):
-    """What losses and weights read of some blocks; n blocks of K slots, V' tokens."""
-
-    log_q: Array  # [n, K, V'] float32, the drafter's law
-    label: Array  # [n, K] float32, log q of the label; -inf where V' lacks it
-    mask: Array  # [n, K] bool
-    log_p: Array | None  # [n, K, V'] float32, the target's law, without gradient
-
-
-def cross_entropy(scores: Scores) -> Array:
-    """-log q of the recorded token, [n, K]."""
-    return -scores.label
-
-
-def kl(scores: Scores) -> Array:
-    """KL(p || q) of the target's law from the drafter's, [n, K]."""
-    assert scores.log_p is not None
-    return jnp.sum(jnp.exp(scores.log_p) * (scores.log_p - scores.log_q), axis=-1)
-
-
-LOSSES: Mapping[str, Callable[[Scores], Array]] = {"ce": cross_entropy, "kl": kl}
-READ_TARGET = frozenset({"kl"})
-
-
-def exponential(objective: Objective, config: DrafterConfig, scores: Scores) -> Array:
-    """exp(-(k - 1) / gamma) for slot k = 1 .. K, [1, K] (DFlash, arXiv 2602.06036)."""
-    k = jnp.arange(scores.mask.shape[-1], dtype=jnp.float32)[None, :]
-    return jnp.exp(-k / objective.decay(config.block_size))
-
-
-def dpace(objective: Objective, config: DrafterConfig, scores: Scores) -> Array:
-    """sum_{j >= k} prod_{i <= j} ((1 - alpha) q_i + alpha), [n, K] (D-PACE, arXiv 2605.18810).
-
-    q_i is the drafter's probability of the label. A slot counts for all later ones that it keeps
-    alive; slots without a label keep nothing.
-    """
-    alive = (1 - objective.alpha) * jnp.exp(scores.label) + objective.alpha
-    reach = jnp.where(scores.mask, jnp.cumprod(jnp.where(scores.mask, alive, 1.0), axis=-1), 0.0)
-    return jnp.flip(jnp.cumsum(jnp.flip(reach, -1), axis=-1), -1)
-
-
-WEIGHTS: Mapping[str, Callable[[Objective, DrafterConfig, Scores], Array]] = {
-    "exponential": exponential,
-    "dpace": dpace,
-}
-
-
 def loss_sums(
     objective: Objective,
     config: DrafterConfig,
@@ -159,6 +113,7 @@ def loss_sums(
     *,
     chunk: int,
     rows: Array | None = None,
+    progress: Array | float = 1.0,
 ) -> Sums:
     """Runs the head over all blocks and sums the objective.
 
@@ -178,6 +133,7 @@ def loss_sums(
         so that data-parallel rows stay on their devices, and to at least one.
       rows: sorted token ids [V'] that stand for the whole vocabulary. A label outside makes the
         loss infinite.
+      progress: share of the run that is done, for losses that change on the way.
 
     Raises:
       ValueError: no target states, no gamma, a chunk below 1, or a drafter with a head of its own.
@@ -189,7 +145,7 @@ def loss_sums(
         )
     if objective.needs_target and target_hidden is None:
         raise ValueError(f"losses {dict(objective.losses)} need the target's final hidden states")
-    if objective.weights == "exponential":
+    if objective.weights in DECAYING:
         objective.decay(config.block_size)
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, not {chunk}")
@@ -201,12 +157,14 @@ def loss_sums(
         head = head[rows]
     teacher = target_hidden if objective.needs_target else None
     per_row = max(1, chunk // hidden.shape[0])
-    return _head_sums((objective, config, per_row), hidden, head, tokens, labels.mask, teacher)
+    progress = jnp.asarray(progress, jnp.float32)
+    fixed = head, tokens, labels.mask, teacher, progress
+    return _head_sums((objective, config, per_row), hidden, *fixed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head_sums(static: Any, hidden: Array, *fixed: Any) -> Sums:
-    """The sums; `fixed` is head [V', E], tokens, mask [B, A, K], target states or None."""
+    """The sums; `fixed`: head [V', E], tokens, mask [B, A, K], target states or None, progress."""
     return _over_chunks(static, hidden, *fixed, with_gradient=False)[0]
 
 
@@ -216,7 +174,7 @@ def _forward(static: Any, hidden: Array, *fixed: Any) -> tuple[Sums, Array]:
 
 def _backward(static: Any, gradient: Array, cotangents: Sums) -> tuple[Array | None, ...]:
     scale = cotangents.loss.astype(gradient.dtype).reshape((1,) * gradient.ndim)
-    return gradient * scale, None, None, None, None
+    return gradient * scale, None, None, None, None, None
 
 
 _head_sums.defvjp(_forward, _backward)
@@ -229,6 +187,7 @@ def _over_chunks(
     tokens: Array,
     mask: Array,
     teacher: Array | None,
+    progress: Array,
     *,
     with_gradient: bool,
 ) -> tuple[Sums, Any]:
@@ -244,7 +203,7 @@ def _over_chunks(
 
     def body(total: Sums, piece: Any) -> tuple[Sums, Any]:
         def loss(x: Array, *rest: Any) -> tuple[Array, Sums]:
-            sums = _chunk_sums(objective, config, head, x, *rest)
+            sums = _chunk_sums(objective, config, head, progress, x, *rest)
             return sums.loss, sums
 
         if with_gradient:
@@ -265,6 +224,7 @@ def _chunk_sums(
     objective: Objective,
     config: DrafterConfig,
     head: Array,
+    progress: Array,
     hidden: Array,  # [B, size, K, E]
     tokens: Array,
     mask: Array,
@@ -277,16 +237,20 @@ def _chunk_sums(
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     chosen = _logit_of(logits, tokens)
-    log_p = None
+    log_p = target_label = None
     if teacher is not None:
         states = jax.lax.stop_gradient(teacher).reshape(-1, K, E)
         log_p = jax.nn.log_softmax(target.unembed(vocabulary, states), axis=-1)
-    scores = Scores(logits - log_total[..., None], chosen - log_total, mask, log_p)
-
-    weights = WEIGHTS[objective.weights](objective, config, jax.lax.stop_gradient(scores))
+        target_label = _logit_of(log_p, tokens)
+    hit = mask & (chosen == top)  # argmax costs a pass; ties are no matter
+    scores = Scores(
+        logits - log_total[..., None], chosen - log_total, mask, log_p, target_label, hit, progress
+    )
+    fixed = jax.lax.stop_gradient(scores)
+    weights = WEIGHTS[objective.weights](objective, config.block_size, fixed)
     weights = jnp.where(mask, weights, 0.0)
-    loss = sum(factor * LOSSES[name](scores) for name, factor in objective.losses)
-    hits = (mask & (chosen == top)).astype(jnp.float32)  # argmax costs a pass; ties are no matter
+    loss = sum(factor * LOSSES[name](objective, scores) for name, factor in objective.losses)
+    hits = hit.astype(jnp.float32)
     seen = mask.astype(jnp.float32)
     return Sums(
         loss=jnp.sum(weights * jnp.where(mask, loss, 0.0)),

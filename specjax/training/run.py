@@ -40,6 +40,7 @@ from specjax.training.checkpoint import Checkpoints, check_meta
 from specjax.training.config import TrainConfig
 from specjax.training.features import FeatureCache
 from specjax.training.log import Log
+from specjax.training.losses import DECAYING
 from specjax.training.packing import Batch, Packing
 from specjax.training.trainer import Plan, States, TrainState
 from specjax.types import Params
@@ -145,7 +146,7 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         raise ValueError("init_from has a head of its own over a reduced vocabulary: not trained")
     if config.reuse is not None:
         network, start = _with_reuse(config, network, start)
-    if config.objective.weights == "exponential":
+    if config.objective.weights in DECAYING:
         config.objective.decay(network.block_size)
     if config.heldout is not None:
         evaluation.read_prompts(config.heldout.prompts, config.heldout.limit)
@@ -165,6 +166,7 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         head_chunk=config.head_chunk,
         seed=config.seed,
         compute=_compute(config),
+        steps=config.steps,
         branches=config.branches,
     )
     return Setup(config, Path(runs) / config.name, target, network, plan, mesh, start)

@@ -69,6 +69,7 @@ class Plan:
       head_chunk: blocks whose logits exist at a time.
       seed: of the anchors.
       compute: dtype of the drafter's arithmetic.
+      steps: of the whole run; a loss may change on the way.
       branches: drafts behind a rejection that are trained too, or None.
     """
 
@@ -80,6 +81,7 @@ class Plan:
     head_chunk: int = 32
     seed: int = 0
     compute: str = "float32"
+    steps: int = 1
     branches: Branches | None = None
 
 
@@ -169,6 +171,7 @@ def loss_sums(
     starts: Starts,
     states: States | None,
     rows: Array | None,
+    progress: Array | float = 1.0,
 ) -> Sums:
     """The objective over all blocks of a batch, as sums that add up over batches."""
     dtype = jnp.dtype(plan.compute)
@@ -197,6 +200,7 @@ def loss_sums(
             target_hidden,
             chunk=plan.head_chunk,
             rows=rows,
+            progress=progress,
         )
 
     hidden = blocks.hidden(plan.drafter, params, vocabulary, batch, states.features, starts.plain)
@@ -233,6 +237,7 @@ def _step(
     rows: Array | None,
 ) -> tuple[TrainState, dict[str, Array]]:
     key = jax.random.fold_in(_keys(plan)[1], state.step)
+    progress = state.step.astype(jnp.float32) / plan.steps
     starts = Starts(blocks.draw_anchors(key, batch, plan.anchors), None, None)
     if plan.branches is not None:
         branch_key, draw_key = jax.random.split(jax.random.fold_in(key, 1))
@@ -244,7 +249,7 @@ def _step(
 
     def total(params: Params, piece: Any) -> tuple[Array, Sums]:
         batch, starts, states = piece
-        sums = loss_sums(plan, params, target_params, batch, starts, states, rows)
+        sums = loss_sums(plan, params, target_params, batch, starts, states, rows, progress)
         return sums.loss, sums
 
     whole = (batch, starts, states)

@@ -102,6 +102,35 @@ def token_mass(rule, P, Q, tokens, count):
     return np.where(there[..., None], stay[..., None] * laws, 0)
 
 
+def block_mass(rule, P, Q, tokens, count):
+    """The same for a rule whose last success counts; each slot by its own uniform again."""
+    N = len(tokens)
+
+    def run(uniforms):  # [N, lanes, K]
+        lanes = uniforms.shape[1]
+        rows = jax.tree.map(lambda x: np.repeat(x, lanes, axis=0), (P, Q, tokens, count))
+        accepted, law = call(rule, *rows, uniforms.reshape(-1, K).astype(np.float32))
+        return accepted.reshape(N, lanes), law.reshape(N, lanes, V).astype(float)
+
+    def succeeds(u):  # [N, K]: does slot k succeed at u, or a later one, all others failing?
+        lanes = np.where(np.eye(K, dtype=bool)[None], u[:, :, None], BELOW_ONE)
+        return run(lanes)[0] > np.arange(K)
+
+    low, high = np.zeros((N, K)), np.ones((N, K))
+    possible = succeeds(low)
+    for _ in range(24):
+        middle = (low + high) / 2
+        inside = succeeds(middle)
+        low, high = np.where(inside, middle, low), np.where(inside, high, middle)
+    chance = np.pad(np.where(possible, high, 0), ((0, 0), (1, 0)), constant_values=1)  # [N, W]
+    later = np.flip(np.cumprod(np.flip(1 - chance[:, 1:], 1), axis=1), 1)
+    last = chance * np.pad(later, ((0, 0), (0, 1)), constant_values=1)
+    uniforms = np.where(np.arange(1, W)[None] == np.arange(W)[:, None], 0, BELOW_ONE)
+    accepted, laws = run(np.broadcast_to(uniforms[None], (N, W, K)))
+    there = (last > 1e-6) & (accepted == np.arange(W))
+    return np.where(there[..., None], last[..., None] * laws, 0)
+
+
 def match_mass(rule, P, Q, tokens, count):
     """The same for a rule that reads the target's choices: all of them are enumerated."""
     choices, weights, owner = [], [], []
@@ -123,7 +152,8 @@ def match(choice, p, q, tokens, count):
     return accepted, jax.nn.one_hot(choice[accepted], V)
 
 
-BOTH = [(verify.token, token_mass), (match, match_mass)]
+TOKEN, BLOCK = (verify.token, token_mass), (verify.block, block_mass)
+RULES = [TOKEN, BLOCK, (match, match_mass)]
 
 
 def accepted_drafts(mass, weights):

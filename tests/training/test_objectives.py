@@ -11,9 +11,8 @@ import tiny
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.models import drafter_hf
-from specjax.training import objectives
 from specjax.training.blocks import Labels
-from specjax.training.objectives import Objective, Scores, loss_sums
+from specjax.training.objectives import Objective, loss_sums
 from specjax.types import Vocabulary
 
 B, A, K, E, V = 2, 5, 7, 48, tiny.VOCAB
@@ -174,43 +173,10 @@ def test_counts_are_those_of_greedy_verification():
     assert int(sums.expected) == np.cumprod(good, axis=-1).sum() == by_hand
 
 
-# Numbers of the papers.
-
-
-def scores(q, mask=None):
-    q = jnp.asarray([q], jnp.float32)
-    mask = jnp.ones(q.shape, bool) if mask is None else jnp.asarray([mask])
-    return Scores(jnp.zeros((*q.shape, 1)), jnp.log(q), mask, None)
-
-
-def test_exponential_weights():
-    got = objectives.exponential(Objective(gamma=7.0), CONFIG, scores([0.5] * 3))
-    np.testing.assert_allclose(got[0], [1, 0.8669, 0.7515], atol=5e-5)
-    for size, gamma in {16: 7, 10: 5, 8: 4}.items():
-        config = replace(CONFIG, block_size=size)
-        got = objectives.exponential(Objective(), config, scores([0.5] * 3))
-        np.testing.assert_allclose(got[0], np.exp(-np.arange(3) / gamma), rtol=1e-6)
+def test_exponential_weights_have_a_default_for_known_blocks():
     with pytest.raises(ValueError, match=r"blocks of 12 .*16, 10, 8.*objective\.gamma"):
         run(Objective(), HIDDEN, LABELS, config=replace(CONFIG, block_size=12))
     run(Objective(weights="dpace"), HIDDEN, LABELS, config=replace(CONFIG, block_size=12))
-
-
-@pytest.mark.parametrize(
-    ("alpha", "want"),
-    [
-        (0.5, [2.44625, 1.49625, 0.64125]),
-        (1.0, [3, 2, 1]),
-        (0.0, [0.9 + 0.72 + 0.36, 0.72 + 0.36, 0.36]),
-    ],
-)
-def test_dpace_weights(alpha, want):
-    objective = Objective(weights="dpace", alpha=alpha)
-    got = objectives.dpace(objective, CONFIG, scores([0.9, 0.8, 0.5]))
-    np.testing.assert_allclose(got[0], want, rtol=1e-5)
-    cut = scores([0.9, 0.8, 0.5, 0.7, 0.1], [True] * 3 + [False] * 2)
-    np.testing.assert_allclose(
-        objectives.dpace(objective, CONFIG, cut)[0], [*want, 0, 0], rtol=1e-5
-    )
 
 
 # The restricted vocabulary, and the head's options.
