@@ -84,7 +84,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
-    parser.add_argument("--verify", default="auto", help="auto, match, match-independent, token or block")
+    parser.add_argument(
+        "--verify", default="auto", help="auto, match, match-independent, token or block"
+    )
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:

@@ -328,7 +328,7 @@ def test_a_useless_drafter_is_pointed_out(stories):  # E2
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"max_new_tokens": [3, 4]}, "2 values of max_new_tokens for 1 prompts"),
         ({"verify": "blocks"}, "verify='blocks'"),
-        ({"reuse": "carryover"}, "not trained to reuse"),
+        ({"reuse": "carryover"}, "needs a drafter from load_drafter"),
         ({"num_draft": 3}, "without a drafter"),
         ({"stop": ""}, "empty string"),
         ({"batch_size": 0}, "batch_size"),

@@ -168,7 +168,8 @@ def test_given_states_replace_the_pass_over_the_target(target):
     online, one = curve(made, target)
 
     def states(i):
-        return States(*clean_pass(target.config, target.params, batch(i), made.drafter.taps))
+        clean = clean_pass(target.config, target.params, batch(i), made.drafter.taps)
+        return States(clean.features, clean.final_hidden)
 
     given, two = curve(made, target, states=states)
     np.testing.assert_allclose(given, online, rtol=1e-5)
