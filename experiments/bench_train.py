@@ -125,8 +125,8 @@ def make_problem(plan: trainer.Plan) -> Problem:
         supervised=jnp.asarray(supervised),
         source=jnp.arange(ROWS * LENGTH, dtype=jnp.int32).reshape(tokens.shape),
     )
-    key = jax.random.fold_in(jax.random.key(plan.seed), 0)
-    return Problem(embedding, features, states, batch, blocks.draw_anchors(key, batch, ANCHORS))
+    anchors = trainer.starts_of(plan, batch, jnp.int32(0)).plain  # those of our first step
+    return Problem(embedding, features, states, batch, anchors)
 
 
 def normed(x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ devices it is split into.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -227,6 +227,20 @@ def loss_sums(
     return total
 
 
+def starts_of(plan: Plan, batch: Batch, step: Array) -> Starts:
+    """Where the blocks of a step begin: by the seed and the step, whatever the micro-batches."""
+    key = jax.random.fold_in(_keys(plan)[1], step)
+    plain = blocks.draw_anchors(key, batch, plan.anchors)
+    if plan.branches is None:
+        return Starts(plain, None, None)
+    branch_key, draw_key = jax.random.split(jax.random.fold_in(key, 1))
+    return Starts(
+        plain,
+        blocks.draw_anchors(branch_key, batch, plan.branches.anchors),
+        jax.random.split(draw_key, batch.tokens.shape[0]),
+    )
+
+
 def _step(
     plan: Plan,
     optimizer: optax.GradientTransformation,
@@ -236,16 +250,8 @@ def _step(
     states: States | None,
     rows: Array | None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    key = jax.random.fold_in(_keys(plan)[1], state.step)
+    starts = starts_of(plan, batch, state.step)
     progress = state.step.astype(jnp.float32) / plan.steps
-    starts = Starts(blocks.draw_anchors(key, batch, plan.anchors), None, None)
-    if plan.branches is not None:
-        branch_key, draw_key = jax.random.split(jax.random.fold_in(key, 1))
-        starts = replace(
-            starts,
-            branches=blocks.draw_anchors(branch_key, batch, plan.branches.anchors),
-            keys=jax.random.split(draw_key, batch.tokens.shape[0]),
-        )
 
     def total(params: Params, piece: Any) -> tuple[Array, Sums]:
         batch, starts, states = piece
