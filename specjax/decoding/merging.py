@@ -45,8 +45,9 @@ def merge(
     B, N, D, _ = logits.shape
     shifts = reuse.shifts
     greedy = sampling.drafting == "greedy"
-    laws = jax.nn.softmax(logits, axis=-1)
-    if not greedy:
+    if greedy:
+        laws = jax.nn.softmax(logits, axis=-1)
+    else:
         laws = law(logits.reshape(B, N * D, -1), sampling).reshape(logits.shape)
     open_blocks = [jnp.ones((B,), bool)] + [jnp.zeros((B,), bool)] * len(shifts)
     going = jnp.ones((B,), bool)

@@ -97,7 +97,8 @@ def token(
 def block(
     p: Array, q: Array | SparseLaw | None, tokens: Array, count: Array, uniforms: Array
 ) -> tuple[Array, Array]:
-    """Block verification: decides about the drafts jointly, and never accepts less than `token`.
+    """Block verification: decides about the drafts jointly, and accepts no fewer than `token` does
+    in the mean.
 
     The chance of keeping at least i drafts is the running product of p(d) / q(d), clipped to 1 at
     every step: what an early slot lost, a later one that was proposed too rarely pays back. The

@@ -49,12 +49,13 @@ class Branches:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.anchors < 1 or self.rounds < 1:
-            raise ValueError(f"branches need at least one anchor and one round, not {self}")
+        for name in ("anchors", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.empty < 1:
-            raise ValueError(f"branches.empty must be at least 0 and below 1, not {self.empty}")
+            raise ValueError(f"empty must be at least 0 and below 1, not {self.empty}")
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"branches.temperature must be 0 or more, not {self.temperature}")
+            raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
 
 
 class Draft(NamedTuple):

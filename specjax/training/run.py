@@ -31,7 +31,6 @@ from specjax import evaluation
 from specjax.models.drafter import DrafterConfig
 from specjax.models.hub import Drafter, Target, load_drafter, load_target
 from specjax.models.packaged import keep_compiled
-from specjax.models.params import init
 from specjax.models.storage import write_json
 from specjax.models.text import tokenizer_fingerprint
 from specjax.training import config as configs
@@ -41,6 +40,7 @@ from specjax.training.config import TrainConfig
 from specjax.training.features import FeatureCache
 from specjax.training.log import Log
 from specjax.training.losses import DECAYING
+from specjax.training.network import drafter_config, with_reuse
 from specjax.training.packing import Batch, Packing
 from specjax.training.trainer import Plan, States, TrainState
 from specjax.types import Params
@@ -141,11 +141,11 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         network, start = loaded.config, loaded.params
     else:
         assert config.drafter is not None
-        network = configs.drafter_config(config.drafter, target)
+        network = drafter_config(config.drafter, target)
     if network.draft_vocab_size is not None:
         raise ValueError("init_from has a head of its own over a reduced vocabulary: not trained")
     if config.reuse is not None:
-        network, start = _with_reuse(config, network, start)
+        network, start = with_reuse(config, network, start)
     if config.objective.weights in DECAYING:
         config.objective.decay(network.block_size)
     if config.heldout is not None:
@@ -170,19 +170,6 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         branches=config.branches,
     )
     return Setup(config, Path(runs) / config.name, target, network, plan, mesh, start)
-
-
-def _with_reuse(
-    config: TrainConfig, network: DrafterConfig, start: Params | None
-) -> tuple[DrafterConfig, Params | None]:
-    """The network with the method's weights: fresh ones, unless `start` has trained them."""
-    assert config.reuse is not None
-    method = config.reuse.made
-    if network.reuse not in (None, method):
-        raise ValueError(f"init_from was trained with {network.reuse}, not with {method}")
-    if start is not None and network.reuse is None:
-        start = start | {"reuse": init(method.table(network), jax.random.key(config.seed))}
-    return replace(network, reuse=method), start
 
 
 def prompts_of(source: configs.Source) -> Any:

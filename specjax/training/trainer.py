@@ -28,7 +28,7 @@ from specjax.training.branches import Branches
 from specjax.training.features import clean_pass
 from specjax.training.objectives import Objective, Sums
 from specjax.training.packing import Batch
-from specjax.types import Array, Params
+from specjax.types import Array, Params, Vocabulary
 
 
 @struct.dataclass
@@ -181,30 +181,9 @@ def loss_sums(
     if states is None:
         clean = clean_pass(plan.target, target_params, batch, plan.drafter.taps)
         states = States(clean.features, clean.final_hidden)
-
-    def sums(hidden: Array, labels: blocks.Labels) -> Sums:
-        target_hidden = None
-        if plan.objective.needs_target:
-            if states.final_hidden is None:
-                raise ValueError(
-                    "this objective needs the target's final states; the cache has none"
-                )
-            target_hidden = blocks.target_rows(states.final_hidden, labels).astype(dtype)
-        return objectives.loss_sums(
-            plan.objective,
-            plan.drafter,
-            params,
-            vocabulary,
-            hidden,
-            labels,
-            target_hidden,
-            chunk=plan.head_chunk,
-            rows=rows,
-            progress=progress,
-        )
-
+    score = partial(_score, plan, params, vocabulary, states, rows, progress)
     hidden = blocks.hidden(plan.drafter, params, vocabulary, batch, states.features, starts.plain)
-    total = sums(hidden, blocks.block_labels(plan.drafter, batch, starts.plain))
+    total = score(hidden, blocks.block_labels(plan.drafter, batch, starts.plain))
     if plan.branches is None:
         return total
     if clean is None:
@@ -223,8 +202,38 @@ def loss_sums(
         starts.branches,
         starts.keys,
     ):
-        total += sums(draft.hidden, draft.labels)
+        total += score(draft.hidden, draft.labels)
     return total
+
+
+def _score(
+    plan: Plan,
+    params: Params,
+    vocabulary: Vocabulary,
+    states: States,
+    rows: Array | None,
+    progress: Array | float,
+    hidden: Array,
+    labels: blocks.Labels,
+) -> Sums:
+    """The objective over some blocks."""
+    target_hidden = None
+    if plan.objective.needs_target:
+        if states.final_hidden is None:
+            raise ValueError("this objective needs the target's final states; the cache has none")
+        target_hidden = blocks.target_rows(states.final_hidden, labels).astype(hidden.dtype)
+    return objectives.loss_sums(
+        plan.objective,
+        plan.drafter,
+        params,
+        vocabulary,
+        hidden,
+        labels,
+        target_hidden,
+        chunk=plan.head_chunk,
+        rows=rows,
+        progress=progress,
+    )
 
 
 def starts_of(plan: Plan, batch: Batch, step: Array) -> Starts:

@@ -74,61 +74,63 @@ def call(rule, *arrays):
     return jax.tree.map(lambda *xs: np.concatenate(xs)[:total], *parts)
 
 
-def token_mass(rule, P, Q, tokens, count):
-    """Pr(accepted, next token | draft path) [N, W, V] of a rule with a uniform for each slot."""
-    N = len(tokens)
+def runner(rule, *rows):
+    """The rule on rows [N, ...] at several uniforms each: uniforms [N, lanes, K] -> results."""
+    N = len(rows[0])
 
-    def run(uniforms):  # [N, lanes, K]
+    def run(uniforms):
         lanes = uniforms.shape[1]
-        rows = jax.tree.map(lambda x: np.repeat(x, lanes, axis=0), (P, Q, tokens, count))
-        accepted, law = call(rule, *rows, uniforms.reshape(-1, K).astype(np.float32))
+        repeated = jax.tree.map(lambda x: np.repeat(x, lanes, axis=0), rows)
+        accepted, law = call(rule, *repeated, uniforms.reshape(-1, K).astype(np.float32))
         return accepted.reshape(N, lanes), law.reshape(N, lanes, V).astype(float)
 
-    def passes(u):  # [N, K]: is slot k accepted at u, if all before it were?
-        return run(np.eye(K)[None] * u[:, :, None])[0] > np.arange(K)
+    return run
 
+
+def chances(passes, N):
+    """[N, K]: up to which uniform each slot passes, by bisection; 0 where it never does."""
     low, high = np.zeros((N, K)), np.ones((N, K))
     possible = passes(low)
     for _ in range(24):
         middle = (low + high) / 2
         inside = passes(middle)
         low, high = np.where(inside, middle, low), np.where(inside, high, middle)
-    accept = np.pad(np.where(possible, high, 0), ((0, 0), (0, 1)))
+    return np.where(possible, high, 0)
+
+
+def at_every_length(run, weights, uniforms):
+    """Pr(accepted, next token) [N, W, V] of lengths that have `weights` [N, W] and are made by
+    `uniforms` [W, K]. What a rule does not make there is lost, and the law is off."""
+    accepted, laws = run(np.broadcast_to(uniforms[None], (len(weights), W, K)))
+    there = (weights > 1e-6) & (accepted == np.arange(W))
+    return np.where(there[..., None], weights[..., None] * laws, 0)
+
+
+def token_mass(rule, P, Q, tokens, count):
+    """Pr(accepted, next token | draft path) [N, W, V] of a rule with a uniform for each slot."""
+    run = runner(rule, P, Q, tokens, count)
+
+    def passes(u):  # [N, K]: is slot k accepted at u, if all before it were?
+        return run(np.eye(K)[None] * u[:, :, None])[0] > np.arange(K)
+
+    accept = np.pad(chances(passes, len(tokens)), ((0, 0), (0, 1)))
     stay = np.cumprod(np.pad(accept[:, :-1], ((0, 0), (1, 0)), constant_values=1), 1) * (1 - accept)
-    uniforms = np.where(np.arange(K)[None] < np.arange(W)[:, None], 0, BELOW_ONE)
-    accepted, laws = run(np.broadcast_to(uniforms[None], (N, W, K)))
-    # A rule that does not stop slot by slot loses mass here, and the law is off.
-    there = (stay > 1e-6) & (accepted == np.arange(W))
-    return np.where(there[..., None], stay[..., None] * laws, 0)
+    return at_every_length(run, stay, np.where(np.arange(K) < np.arange(W)[:, None], 0, BELOW_ONE))
 
 
 def block_mass(rule, P, Q, tokens, count):
     """The same for a rule whose last success counts; each slot by its own uniform again."""
-    N = len(tokens)
-
-    def run(uniforms):  # [N, lanes, K]
-        lanes = uniforms.shape[1]
-        rows = jax.tree.map(lambda x: np.repeat(x, lanes, axis=0), (P, Q, tokens, count))
-        accepted, law = call(rule, *rows, uniforms.reshape(-1, K).astype(np.float32))
-        return accepted.reshape(N, lanes), law.reshape(N, lanes, V).astype(float)
+    run = runner(rule, P, Q, tokens, count)
 
     def succeeds(u):  # [N, K]: does slot k succeed at u, or a later one, all others failing?
         lanes = np.where(np.eye(K, dtype=bool)[None], u[:, :, None], BELOW_ONE)
         return run(lanes)[0] > np.arange(K)
 
-    low, high = np.zeros((N, K)), np.ones((N, K))
-    possible = succeeds(low)
-    for _ in range(24):
-        middle = (low + high) / 2
-        inside = succeeds(middle)
-        low, high = np.where(inside, middle, low), np.where(inside, high, middle)
-    chance = np.pad(np.where(possible, high, 0), ((0, 0), (1, 0)), constant_values=1)  # [N, W]
+    chance = np.pad(chances(succeeds, len(tokens)), ((0, 0), (1, 0)), constant_values=1)  # [N, W]
     later = np.flip(np.cumprod(np.flip(1 - chance[:, 1:], 1), axis=1), 1)
     last = chance * np.pad(later, ((0, 0), (0, 1)), constant_values=1)
-    uniforms = np.where(np.arange(1, W)[None] == np.arange(W)[:, None], 0, BELOW_ONE)
-    accepted, laws = run(np.broadcast_to(uniforms[None], (N, W, K)))
-    there = (last > 1e-6) & (accepted == np.arange(W))
-    return np.where(there[..., None], last[..., None] * laws, 0)
+    only = np.where(np.arange(1, W) == np.arange(W)[:, None], 0, BELOW_ONE)
+    return at_every_length(run, last, only)
 
 
 def match_mass(rule, P, Q, tokens, count):

@@ -157,7 +157,6 @@ def test_a_drafter_whose_reuse_is_off_is_the_program_of_dflash(target):
         weights = weights._replace(
             drafter={k: v for k, v in weights.drafter.items() if k != "reuse"}
         )
-        decoder = replace(decoder, drafter=replace(decoder.drafter, config=bare.config))
         return str(
             jax.make_jaxpr(loop.step, static_argnums=0)(decoder, weights, sampling, stops, state)
         )

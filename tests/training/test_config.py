@@ -13,11 +13,11 @@ from specjax.training.config import (
     Shape,
     Source,
     TrainConfig,
-    drafter_config,
     from_json,
     read,
     to_json,
 )
+from specjax.training.network import drafter_config
 from specjax.training.objectives import Objective
 
 SHIPPED = sorted(Path("experiments/configs").glob("*.json"))

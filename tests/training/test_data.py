@@ -13,7 +13,6 @@ from answering_by_hand import (
     SAMPLED,
     SEVERAL,
     TEXTS,
-    chatty_target,
     files,
     killed_after,
     prompts,
@@ -23,16 +22,6 @@ import specjax
 from specjax import evaluation
 from specjax.models.text import render_chat
 from specjax.training import answering, data
-
-
-@pytest.fixture(scope="module")
-def stories():
-    return specjax.load_target("stories260k")
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory):
-    return chatty_target(tmp_path_factory.mktemp("chatty"))
 
 
 # ------------------------------------------------------------------------------- what is made

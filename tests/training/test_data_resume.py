@@ -12,25 +12,13 @@ from answering_by_hand import (
     SAMPLED,
     SEVERAL,
     Killed,
-    chatty_target,
     files,
     kill,
     killed_after,
     prompts,
 )
 
-import specjax
 from specjax.training import data
-
-
-@pytest.fixture(scope="module")
-def stories():
-    return specjax.load_target("stories260k")
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory):
-    return chatty_target(tmp_path_factory.mktemp("chatty"))
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

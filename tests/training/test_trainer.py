@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 import specjax
 from specjax.training import config, trainer
 from specjax.training.features import clean_pass
+from specjax.training.network import drafter_config
 from specjax.training.objectives import Objective
 from specjax.training.packing import Batch
 from specjax.training.run import placed
@@ -33,7 +34,7 @@ def target(directory):
 
 def network(target, **changes):
     shape = config.Shape(layers=2, taps=(0, 2), mask_token_id=95, **changes)
-    return config.drafter_config(shape, target)
+    return drafter_config(shape, target)
 
 
 def plan(target, **changes):
