@@ -208,6 +208,7 @@ class TrainConfig:
       drafter: the network; None where `init_from` gives it.
       heldout: what is evaluated, or None.
       init_from: a drafter checkpoint to start from.
+      block_size: of a drafter from `init_from`, where it shall not be the checkpoint's.
       reuse: the reuse of rejected states that is trained, or None; `branches` say how.
       branches: drafts behind a rejection that are trained beside the plain ones.
       objective: what is minimised.
@@ -222,6 +223,7 @@ class TrainConfig:
       features: the target's states "online" in every step, or from a "cache" on disk that is
         filled once.
       cache_gb: a larger cache is refused.
+      cache_folder: of the cache, for runs that share one; None: in the run's own folder.
       compute: dtype of the networks' arithmetic; parameters and moments are float32.
       data_parallel, model_parallel: devices of the mesh.
       checkpoint_every: steps between two checkpoints.
@@ -237,6 +239,7 @@ class TrainConfig:
     drafter: Shape | None = None
     heldout: HeldOut | None = None
     init_from: str | None = None
+    block_size: int | None = None
     reuse: Reusing | None = None
     branches: Branches | None = None
     objective: Objective = field(default_factory=Objective)
@@ -250,6 +253,7 @@ class TrainConfig:
     vocabulary: Literal["all", "data"] = "all"
     features: Literal["online", "cache"] = "online"
     cache_gb: float = 20.0
+    cache_folder: str | None = None
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     data_parallel: int = 1
     model_parallel: int = 1
@@ -288,6 +292,8 @@ class TrainConfig:
                 )
         if (self.drafter is None) == (self.init_from is None):
             raise ValueError("give either drafter (a new network) or init_from (a checkpoint)")
+        if self.block_size is not None and self.drafter is not None:
+            raise ValueError("block_size goes with init_from; of a new network it is in drafter")
         if (self.reuse is None) != (self.branches is None):
             raise ValueError("reuse and branches go together: give both or none")
         if self.branches is not None and self.features == "cache":

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from specjax import evaluation
 from specjax.models.drafter import DrafterConfig
+from specjax.models.drafter_hf import check_config
 from specjax.models.hub import Drafter, Target, load_drafter, load_target
 from specjax.models.packaged import keep_compiled
 from specjax.models.storage import write_json
@@ -139,6 +140,9 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
     if config.init_from is not None:
         loaded = load_drafter(config.init_from, target)
         network, start = loaded.config, loaded.params
+        if config.block_size is not None:
+            network = replace(network, block_size=config.block_size)
+            check_config(network)
     else:
         assert config.drafter is not None
         network = drafter_config(config.drafter, target)
@@ -315,7 +319,7 @@ def _cache(setup: Setup, text: Text, progress: bool) -> FeatureCache | None:
         setup.target,
         setup.network.taps,
         text.documents,
-        setup.folder / "features",
+        Path(setup.config.cache_folder or setup.folder / "features"),
         final_hidden=setup.config.objective.needs_target,
         limit_bytes=int(setup.config.cache_gb * 1e9),
         progress=progress,

@@ -87,6 +87,7 @@ def test_changes_by_dotted_name(tmp_path):
         ({"objective": 3}, "objective = 3 must be an object"),
         ({"drafter": None}, "either drafter .* or init_from"),
         ({"init_from": "somewhere"}, "either drafter .* or init_from"),
+        ({"block_size": 4}, "block_size goes with init_from"),
         ({"drafter": {"layers": 1, "taps": [0]}}, "drafter.mask_token_id is missing"),
         ({"drafter": {"layers": 1, "taps": 0, "mask_token_id": 0}}, "drafter.taps = 0 must be"),
         ({"rows": 6, "accumulate": 4}, "rows 6 must be a multiple of accumulate 4"),

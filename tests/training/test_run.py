@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 import specjax
+from specjax.models import hub
 from specjax.training import run
 from specjax.training.checkpoint import Checkpoints
 from specjax.training.config import from_json
@@ -215,6 +216,30 @@ def test_a_drafter_can_be_trained_further(whole, tmp_path):
     source = STORIES["sources"][0] | {"answers": answers}
     fit(tmp_path, drafter=None, init_from=start, sources=[source], vocabulary="data")
     assert metrics(tmp_path)[0]["loss"] < metrics(folder)[0]["loss"]
+
+
+def test_blocks_may_grow_and_runs_share_a_cache(whole, tmp_path):
+    folder, _ = whole
+    start = str(folder / "small" / "drafter")
+    answers = str(folder / "small" / "answers" / "stories")
+    shared = tmp_path / "shared"
+    more = {
+        "drafter": None,
+        "init_from": start,
+        "sources": [STORIES["sources"][0] | {"answers": answers}],
+        "features": "cache",
+        "cache_folder": str(shared),
+        "objective": {"gamma": 3.0},
+    }
+    fit(tmp_path, name="longer", block_size=6, **more)
+    made = {file: file.stat().st_mtime_ns for file in shared.iterdir()}
+    drafter = hub.load_drafter(tmp_path / "longer" / "drafter", hub.load_target("stories260k"))
+    assert drafter.config.block_size == 6
+    fit(tmp_path, name="longest", block_size=7, **more)
+    assert made == {file: file.stat().st_mtime_ns for file in shared.iterdir()}
+    assert not (tmp_path / "longest" / "features").exists()
+    with pytest.raises(ValueError, match="block_size 1 leaves no slot"):
+        fit(tmp_path, name="none", block_size=1, **more)
 
 
 def test_a_dry_run_tells_what_a_run_costs(tmp_path, monkeypatch):
