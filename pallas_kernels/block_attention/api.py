@@ -3,21 +3,40 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_attention import pallas_tpu, pallas_triton, xla
 from pallas_kernels.block_attention.reference import block_attention_reference
-from pallas_kernels.block_attention.xla import block_attention_xla
 
-# name -> function(q, ..., tail_mask, *, scale) -> (out, lse). One that cannot run the given
-# arguments here raises NotImplementedError with the reason, while it is traced.
-IMPLEMENTATIONS: dict[str, Callable] = {
-    "reference": block_attention_reference,
-    "xla": block_attention_xla,
+
+class Implementation(NamedTuple):
+    """One way to compute block attention."""
+
+    run: Callable  # (q, ..., tail_mask, *, scale) -> (out, lse)
+    supports: Callable[..., str | None]  # (q, ..., tail_mask) -> why not, or None
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(block_attention_reference, lambda *_: None),
+    "xla": Implementation(xla.block_attention_xla, lambda *_: None),
+    "pallas_tpu": Implementation(pallas_tpu.block_attention_pallas_tpu, pallas_tpu.supports),
+    "pallas_triton": Implementation(
+        pallas_triton.block_attention_pallas_triton, pallas_triton.supports
+    ),
 }
-DEFAULT_ORDER: tuple[str, ...] = ("xla",)  # the fastest first; XLA runs everywhere and ends it
+
+# By platform, the fastest first; XLA runs everywhere and ends each. The Triton kernel is not among
+# them: it has been lowered and interpreted, but not run on a GPU yet.
+DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu", "xla")}
+
+
+def default_order() -> tuple[str, ...]:
+    """The implementations tried on the first device when none is named."""
+    return DEFAULT_ORDER.get(jax.devices()[0].platform, ("xla",))
+
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -36,6 +55,7 @@ def block_attention(
     scale: float,
     implementation: str | Sequence[str] | None = None,
     return_lse: Literal[False] = False,
+    explain: bool = False,
 ) -> jax.Array: ...
 
 
@@ -53,6 +73,7 @@ def block_attention(
     scale: float,
     implementation: str | Sequence[str] | None = None,
     return_lse: Literal[True],
+    explain: bool = False,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -69,6 +90,7 @@ def block_attention(
     scale: float,
     implementation: str | Sequence[str] | None = None,
     return_lse: bool = False,
+    explain: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention of N blocks of T query rows over a shared context and a tail of their own.
 
@@ -83,40 +105,44 @@ def block_attention(
     scores, [B, N, T, H] in float32 (float64).
 
     `implementation` is a name, which raises NotImplementedError with the reason where it cannot
-    run; a sequence of names, of which the first that can run is taken; or None, the default
-    order, which ends in "xla". Raises ValueError or TypeError for shapes and dtypes that do not
+    take these arguments; a sequence of names, of which the first that can is taken, with one
+    warning that tells why the others cannot; or None, the default order of the platform, which
+    ends in "xla". `explain` prints the choice. Kernels divide batch and heads over a mesh with the
+    axes "data" and "model". Raises ValueError or TypeError for shapes and dtypes that do not
     fit, before any compute.
     """
     args = (q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask)
     _check(*args)
-    names = DEFAULT_ORDER if implementation is None else implementation
+    names = default_order() if implementation is None else implementation
     names = (names,) if isinstance(names, str) else tuple(names)
-    out, lse = _first_that_runs(names, args, float(scale))
+    out, lse = _first_that_runs(names, args, float(scale), explain)
     return (out, lse) if return_lse else out
 
 
-def _first_that_runs(names, args, scale):
+def _first_that_runs(names, args, scale, explain):
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:
         raise ValueError(
             f"implementation {unknown or names!r} is not known; choose from "
-            f"{sorted(IMPLEMENTATIONS)}, or None for the default order {DEFAULT_ORDER}"
+            f"{sorted(IMPLEMENTATIONS)}, or None for the default order {default_order()}"
         )
     reasons = []
     for name in names:
-        try:
-            result = IMPLEMENTATIONS[name](*args, scale=scale)
-        except NotImplementedError as error:
-            reasons.append(f"{name}: {error}")
+        reason = IMPLEMENTATIONS[name].supports(*args)
+        if reason:
+            reasons.append(f"{name} {reason}")
             continue
-        if reasons:
-            _say_once(f"block_attention runs as {name!r}: " + "; ".join(reasons))
-        return result
+        message = "; ".join([f"block_attention runs as {name!r}", *reasons])
+        if explain:
+            print(message)
+        elif reasons:
+            _warn_once(message)
+        return IMPLEMENTATIONS[name].run(*args, scale=scale)
     raise NotImplementedError("block_attention cannot run here: " + "; ".join(reasons))
 
 
 @cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     logging.getLogger(__name__).warning(message)
 
 

@@ -17,23 +17,36 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_attention.sizes import measured
+
 CHUNK = 128  # context rows per step
 
 
-def block_attention_xla(
-    q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask, *, scale, chunk=None
-):
+def block_attention_xla(*args, scale, sizes=None):
     """Chunked block attention; returns `(out, lse)`. Shapes and meaning as in `block_attention`.
 
-    `chunk` is the number of context rows per step; a context that fits in one is done in one
-    dense pass. Dead context and tail rows must be finite.
+    `sizes` may hold `chunk`, the number of context rows per step, which is otherwise the measured
+    one or the default; a context that fits in one is done in one dense pass. Dead context and tail
+    rows must be finite.
+    """
+    found = measured("xla", args[0], args[1]) if sizes is None else sizes
+    return differentiable(None, *args, scale=scale, chunk=found.get("chunk"))
+
+
+def differentiable(
+    kernel, q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask, *, scale, chunk=None
+):
+    """`(out, lse)` by a forward kernel, or in chunks without one, and gradients in chunks.
+
+    `kernel` takes the arguments with the query axes grouped, as `_forward` below, and returns out
+    [B, G, M, D] and lse [B, G, M].
     """
     batch, blocks, rows, heads, dim = q.shape
     kv_heads = ctx_k.shape[1]
     group = heads // kv_heads
     grouped = q.reshape(batch, blocks, rows, kv_heads, group, dim).transpose(0, 3, 1, 2, 4, 5)
     out, lse = _attention(
-        (scale, CHUNK if chunk is None else chunk),
+        (scale, CHUNK if chunk is None else chunk, kernel),
         grouped.reshape(batch, kv_heads, blocks * rows * group, dim),
         ctx_k,
         ctx_v,
@@ -67,7 +80,7 @@ def _in_range(start, end, offset, size):
     return (start <= slot) & (slot < end)
 
 
-def _chunk_bounds(start, end, capacity, chunk):
+def chunk_bounds(start, end, capacity, chunk):
     """First and one past the last chunk that some row sees; rows with empty ranges do not count."""
     start, end = jnp.maximum(start, 0), jnp.minimum(end, capacity)
     empty = start >= end
@@ -94,7 +107,7 @@ def _for_each_chunk(start, end, capacity, chunk, body, state):
         visible = _in_range(jnp.maximum(start, first), end, offset, chunk)
         return body(offset, chunk, visible, state)
 
-    low, high = _chunk_bounds(start, end, capacity, chunk)
+    low, high = chunk_bounds(start, end, capacity, chunk)
     return jax.lax.fori_loop(low, high, step, state)
 
 
@@ -137,7 +150,11 @@ def _attention(static, *args):
 
 def _forward(static, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     """q [B, G, M, D], start and end [B, 1, M or 1, 1], the others as in `block_attention`."""
-    scale, chunk = static
+    scale, chunk, kernel = static
+    saved = q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask
+    if kernel is not None:
+        out, lse = kernel(*saved)
+        return (out, lse), (*saved, out, lse)
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     blocks = tail_k.shape[1]
 
@@ -164,11 +181,11 @@ def _forward(static, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     total = jnp.where(seen, total, 1.0)
     out = (acc / total[..., None]).astype(q.dtype)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
-    return (out, lse), (q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask, out, lse)
+    return (out, lse), (*saved, out, lse)
 
 
 def _backward(static, saved, cotangents):
-    scale, chunk = static
+    scale, chunk, _ = static
     q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask, out, lse = saved
     d_out, d_lse = cotangents
     dtype = lse.dtype

@@ -31,15 +31,25 @@ def write(rows: Array, new: Array, start: Array) -> Array:
     """
     new = new.transpose(0, 2, 1, 3)
 
-    # One update per batch row: XLA keeps these in place, a scatter over rows it does not. A loop,
-    # since the compile time of a large batch would be that of its updates.
+    # One update per batch row: XLA keeps these in place, a scatter over rows it does not.
     def put(b: Any, rows: Array) -> Array:
         own = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=0)
-        return jax.lax.dynamic_update_slice(rows, own, (b, jnp.int32(0), start[b], jnp.int32(0)))
+        zero = jnp.int32(0)
+        return jax.lax.dynamic_update_slice(rows, own, (jnp.int32(b), zero, start[b], zero))
+
+    def in_turn(rows: Array) -> Array:
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(rows.shape[0]), put, rows)
+
+    def one_by_one(rows: Array) -> Array:
+        for b in range(rows.shape[0]):
+            rows = put(b, rows)
+        return rows
 
     if rows.shape[0] == 1:
-        return put(jnp.int32(0), rows)
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(rows.shape[0]), put, rows)
+        return put(0, rows)
+    # In a loop, since the compile time of a large batch would be that of its updates. The TPU's
+    # compiler copies the cache for a loop, or fails (libtpu 0.0.42).
+    return jax.lax.platform_dependent(rows, tpu=one_by_one, default=in_turn)
 
 
 def append(cache: KVCache, k: tuple[Array, ...], v: tuple[Array, ...], count: Array) -> KVCache:

@@ -16,18 +16,24 @@ from attention_cases import (
     draw,
     worst_error,
 )
+from jax.experimental import pallas as pl
 
-from pallas_kernels.block_attention import api, block_attention, xla
+from pallas_kernels.block_attention import api, block_attention, pallas_tpu, pallas_triton, xla
 from specjax.models.visibility import visibility
 
 IMPLEMENTATIONS = sorted(api.IMPLEMENTATIONS)
+CHUNKED = [name for name in IMPLEMENTATIONS if name != "reference"]
 HEADS = {"clean_target_packed": (3, 3), "draft_carried": (8, 1)}  # H, G
 HEADS |= dict.fromkeys(("prefill", "draft", "verify_chain", "verify_tree"), (6, 2))
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
+def small_and_interpreted(monkeypatch):
+    """Chunks and tiles so small that there are several, and kernels as ordinary XLA operations."""
     monkeypatch.setattr(xla, "CHUNK", 8)
+    monkeypatch.setattr(pallas_tpu, "SIZES", pallas_tpu.Sizes(rows=16, keys=8))
+    monkeypatch.setattr(pallas_triton, "SIZES", pallas_triton.Sizes(rows=16, keys=16, programs=16))
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
 
 
 # Compiling is most of the time here, so LLVM's optimiser is off; XLA's passes are not.
@@ -73,13 +79,18 @@ def test_every_pass_forward_and_gradient(name):
             assert worst_error(got, expected) < 1e-5, implementation
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_float64_and_bfloat16(implementation):
-    x, seen, sees, d_out, d_lse = problem("train_drafter", np.random.default_rng(1))
+def check_float64(implementation, x, seen, sees, d_out, d_lse):
     with jax.enable_x64(True):
         out, lse, _ = got = run(implementation, x, seen, d_out, d_lse, jnp.float64)
         assert out.dtype == lse.dtype == jnp.float64
         assert worst_error(got, dense(x, *sees, d_out, d_lse)) < 1e-13
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_float64_and_bfloat16(implementation):
+    x, seen, sees, d_out, d_lse = problem("train_drafter", np.random.default_rng(1))
+    if not implementation.startswith("pallas"):
+        check_float64(implementation, x, seen, sees, d_out, d_lse)
     rounded, d_out = (jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), v) for v in (x, d_out))
     out, lse, grads = got = run(implementation, rounded, seen, d_out, d_lse, jnp.bfloat16)
     assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
@@ -150,19 +161,25 @@ def test_dead_rows_have_no_influence(name, implementation):
     assert (np.where(dead_tail, grads.tail_v, 0) == 0).all()
 
 
-def test_chunks_that_nobody_sees_are_not_computed():
+@pytest.mark.parametrize("implementation", CHUNKED)
+def test_tiles_that_nobody_sees_are_not_computed(implementation):
     """NaN there would show. Rows with empty ranges do not widen the range."""
     rng = np.random.default_rng(0)
-    x, d_out, d_lse = draw(rng, 1, 3, 1, 4, 2, 40, 2)
-    start, end = jnp.asarray([[[17], [0], [35]]], jnp.int32), jnp.asarray([[[23], [0], [2]]])
+    x, d_out, d_lse = draw(rng, 1, 3, 1, 4, 2, 88, 2)
+    start, end = jnp.asarray([[[33], [0], [70]]], jnp.int32), jnp.asarray([[[47], [0], [2]]])
     seen = start, end.astype(jnp.int32), jnp.ones((1, 1, 1, 2), bool)
-    clean = run("xla", x, seen, d_out, d_lse)
-    hidden = (np.arange(40) < 16) | (np.arange(40) >= 24)  # all chunks but 16..23
-    x = x._replace(ctx_k=np.where(hidden[:, None], np.nan, x.ctx_k))
-    jax.tree.map(np.testing.assert_array_equal, run("xla", x, seen, d_out, d_lse), clean)
+    clean = run(implementation, x, seen, d_out, d_lse)
+    hidden = (np.arange(88) < 32) | (np.arange(88) >= 48)  # all tiles of 8 or 16 but these
+    poisoned = x._replace(
+        ctx_k=np.where(hidden[:, None], np.nan, x.ctx_k),
+        ctx_v=np.where(hidden[:, None], np.nan, x.ctx_v),
+    )
+    got = run(implementation, poisoned, seen, d_out, d_lse)
+    jax.tree.map(np.testing.assert_array_equal, got, clean)
 
 
-def test_a_row_does_not_depend_on_its_neighbours_ranges():
+@pytest.mark.parametrize("implementation", CHUNKED)
+def test_a_row_does_not_depend_on_its_neighbours_ranges(implementation):
     rng = np.random.default_rng(0)
     x, d_out, d_lse = draw(rng, 1, 3, 1, 4, 2, 40, 2)
     mask = jnp.ones((1, 1, 1, 2), bool)
@@ -170,7 +187,7 @@ def test_a_row_does_not_depend_on_its_neighbours_ranges():
     for other in ((0, 0), (0, 40), (30, 40)):
         seen = jnp.asarray([[[11], [other[0]], [0]]]), jnp.asarray([[[21], [other[1]], [0]]]), mask
         seen = *(bound.astype(jnp.int32) for bound in seen[:2]), mask
-        out, _, grads = run("xla", x, seen, d_out, d_lse)
+        out, _, grads = run(implementation, x, seen, d_out, d_lse)
         rows.append((np.asarray(out)[:, 0], np.asarray(grads.q)[:, 0]))
     for got in rows[1:]:
         np.testing.assert_array_equal(got, rows[0])
@@ -232,21 +249,35 @@ def test_bad_arguments_are_named(changes, error, message):
         block_attention(**small(**changes), scale=1.0)
 
 
-def test_choice_of_implementation(monkeypatch, caplog):
-    def refuses(*args, scale):
-        raise NotImplementedError("needs a device that is not here")
-
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "exotic", refuses)
-    assert api.DEFAULT_ORDER[-1] == "xla"
+def test_choice_of_implementation(monkeypatch, caplog, capsys):
+    exotic = api.Implementation(None, lambda *args: "needs a device that is not here")
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "exotic", exotic)
+    assert {order[-1] for order in api.DEFAULT_ORDER.values()} == {"xla"}
+    assert api.default_order() == ("xla",)
     with pytest.raises(ValueError, match="'fast'"):
         block_attention(**small(), scale=1.0, implementation="fast")
     with pytest.raises(ValueError, match="choose from"):
         block_attention(**small(), scale=1.0, implementation=())
-    with pytest.raises(NotImplementedError, match="exotic: needs a device"):
+    with pytest.raises(NotImplementedError, match="exotic needs a device"):
         block_attention(**small(), scale=1.0, implementation="exotic")
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "plain", lambda q, *args, scale: (q * scale, None))
+    plain = api.Implementation(lambda q, *args, scale: (q * scale, None), lambda *args: None)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "plain", plain)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             out = block_attention(**small(), scale=1.0, implementation=("exotic", "plain"))
     assert out.shape == small()["q"].shape
     assert caplog.text.count("needs a device that is not here") == 1
+    block_attention(**small(), scale=1.0, implementation=("exotic", "plain"), explain=True)
+    assert capsys.readouterr().out == (
+        "block_attention runs as 'plain'; exotic needs a device that is not here\n"
+    )
+
+
+def test_what_kernels_refuse():
+    with jax.enable_x64(True):
+        wide = {
+            k: v.astype(jnp.float64) if v.dtype == jnp.float32 else v for k, v in small().items()
+        }
+        for name in ("pallas_tpu", "pallas_triton"):
+            with pytest.raises(NotImplementedError, match="not float64"):
+                block_attention(**wide, scale=1.0, implementation=name)

@@ -7,15 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Floats, attend, draw, worst_error
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.block_attention import block_attention, xla
+from pallas_kernels.block_attention import block_attention, pallas_tpu, pallas_triton, xla
 from pallas_kernels.block_attention.reference import block_attention_reference
+
+CHUNKED = ["xla", "pallas_tpu", "pallas_triton"]
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
+def small_and_interpreted(monkeypatch):
     monkeypatch.setattr(xla, "CHUNK", 8)
+    monkeypatch.setattr(pallas_tpu, "SIZES", pallas_tpu.Sizes(rows=16, keys=8))
+    monkeypatch.setattr(pallas_triton, "SIZES", pallas_triton.Sizes(rows=16, keys=16, programs=16))
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
 
 
 def test_two_calls_merge_by_lse():
@@ -44,7 +50,8 @@ def test_two_calls_merge_by_lse():
     assert worst_error(value_and_gradient(merged), value_and_gradient(whole)) < 1e-5
 
 
-def test_vmap_and_remat():
+@pytest.mark.parametrize("implementation", CHUNKED)
+def test_vmap_and_remat(implementation):
     rng = np.random.default_rng(0)
     problems = [draw(rng, 2, 2, 3, 4, 2, 20, 3) for _ in range(3)]
     stacked = jax.tree.map(
@@ -54,7 +61,7 @@ def test_vmap_and_remat():
     mask = jnp.ones((1, 1, 3, 3), bool)
 
     def loss(x, end):
-        return jnp.sum(jnp.sin(attend(x, (jnp.zeros_like(end), end, mask), "xla")[0]))
+        return jnp.sum(jnp.sin(attend(x, (jnp.zeros_like(end), end, mask), implementation)[0]))
 
     gradient = jax.jit(jax.grad(jax.checkpoint(loss)))
     mapped = jax.vmap(gradient)(stacked, end)
@@ -63,8 +70,8 @@ def test_vmap_and_remat():
         assert worst_error(Floats(*(a[i] for a in mapped)), single) < 1e-5
 
 
-def gradient_of_a_loss(x, seen):
-    return jax.grad(lambda x: jnp.sum(jnp.sin(attend(x, seen, "xla")[0])))(x)
+def gradient_of_a_loss(x, seen, implementation="xla"):
+    return jax.grad(lambda x: jnp.sum(jnp.sin(attend(x, seen, implementation)[0])))(x)
 
 
 @functools.cache
@@ -76,21 +83,27 @@ def one_device_problem():
     return x, seen, jax.jit(gradient_of_a_loss)(x, seen)
 
 
+@pytest.mark.parametrize("implementation", CHUNKED)
 @pytest.mark.parametrize("axis", ["batch", "heads"])
 @pytest.mark.parametrize("manual", [False, True])
-def test_sharded_over_devices(axis, manual):
+def test_sharded_over_devices(axis, manual, implementation):
     """Batch or heads over eight devices, by the compiler and inside shard_map."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    name = {"batch": "data", "heads": "model"}[axis]
+    mesh = jax.make_mesh((8,), (name,), axis_types=(jax.sharding.AxisType.Auto,))
     x, seen, expected = one_device_problem()
     if axis == "batch":
-        specs, bounds = Floats(*[P("x")] * 5), P("x")
+        specs, bounds = Floats(*[P(name)] * 5), P(name)
     else:
-        head, context, bounds = P(None, None, None, "x"), P(None, "x"), P()
+        head, context, bounds = P(None, None, None, name), P(None, name), P()
         specs = Floats(head, context, context, head, head)
-    function = gradient_of_a_loss
+    function = functools.partial(gradient_of_a_loss, implementation=implementation)
     if manual:
         function = jax.shard_map(
-            function, mesh=mesh, in_specs=(specs, (bounds, bounds, P())), out_specs=specs
+            function,
+            mesh=mesh,
+            in_specs=(specs, (bounds, bounds, P())),
+            out_specs=specs,
+            check_vma=implementation == "xla",  # a kernel does not say over what it varies
         )
     placed = jax.device_put(x, jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs))
     got = jax.jit(function)(placed, seen)

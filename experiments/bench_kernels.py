@@ -1,0 +1,234 @@
+"""Block attention on the device at hand: `make bench-kernels`.
+
+Every implementation that takes a problem, JAX's own attention over the same arrays with a dense
+mask, and on a GPU cuDNN's. Each output is compared with the reference before it is timed. Arms
+run in turn; figures are medians. Beside the times stand the bytes that the forward pass must read
+and write over the measured rate of a copy, and its operations over the measured rate of a product.
+
+parts: forward   one call
+       backward  the gradient of all five arrays
+       model     decoding with stories260k and its drafter, the kernel against XLA
+
+A table on the screen, JSON lines in --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from pallas_kernels.block_attention import api, block_attention
+from pallas_kernels.problems import PROBLEMS, Problem
+
+KERNEL = {"tpu": "pallas_tpu", "gpu": "pallas_triton"}  # of the platform
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+DENSE = 1 << 31  # bytes of a dense mask's scores that are still tried
+
+
+def dense(backend: str | None, scale: float, *args: jax.Array) -> jax.Array:
+    """JAX's own attention over context and tail in one array: blocks become batch rows."""
+    q, ctx_k, ctx_v, start, end, tail_k, tail_v, mask = args
+    B, N, T, _, D = q.shape
+    S, R = ctx_k.shape[2], tail_k.shape[2]
+
+    def rows(context: jax.Array, tail: jax.Array) -> jax.Array:
+        context = jnp.broadcast_to(
+            context.transpose(0, 2, 1, 3)[:, None], (B, N, S, *tail.shape[3:])
+        )
+        return jnp.concatenate([context, tail], axis=2).reshape(B * N, S + R, *tail.shape[3:])
+
+    slot = jnp.arange(S, dtype=jnp.int32)[None, None, None]
+    seen = jnp.broadcast_to((start[..., None] <= slot) & (slot < end[..., None]), (B, N, T, S))
+    seen = jnp.concatenate([seen, jnp.broadcast_to(mask, (B, N, T, R))], axis=3)
+    out = jax.nn.dot_product_attention(
+        q.reshape(B * N, T, -1, D), rows(ctx_k, tail_k), rows(ctx_v, tail_v),
+        mask=seen.reshape(B * N, 1, T, S + R), scale=scale, implementation=backend,
+    )  # fmt: skip
+    return out.reshape(q.shape)
+
+
+def arms(problem: Problem, args: tuple[jax.Array, ...], scale: float) -> dict[str, Callable]:
+    """Functions of the arguments that give `out`, by name."""
+    found: dict[str, Callable] = {}
+    interpreted = {*KERNEL.values()} - {KERNEL.get(jax.devices()[0].platform)}
+    for name, implementation in api.IMPLEMENTATIONS.items():
+        if name not in interpreted | {"reference"} and implementation.supports(*args) is None:
+            found[name] = partial(block_attention, scale=scale, implementation=name)
+    scores = problem.batch * problem.blocks * problem.rows * problem.heads * problem.capacity
+    copies = problem.batch * problem.blocks * problem.capacity * problem.kv_heads * problem.dim
+    if 4 * max(scores, copies) <= DENSE:
+        found["jax dense"] = partial(dense, "xla", scale)
+        if jax.devices()[0].platform == "gpu":
+            found["cudnn dense"] = partial(dense, "cudnn", scale)
+    return found
+
+
+def gradient(function: Callable) -> Callable:
+    """The gradient of an arm in its five float arrays."""
+
+    def loss(floats: tuple[jax.Array, ...], args: tuple[jax.Array, ...]) -> jax.Array:
+        q, ctx_k, ctx_v, tail_k, tail_v = floats
+        out = function(q, ctx_k, ctx_v, *args[3:5], tail_k, tail_v, args[7])
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    return lambda *args: jax.grad(loss)((*args[:3], *args[5:7]), args)
+
+
+def rates(size: int = 1 << 26, side: int = 4096) -> tuple[float, dict[str, float]]:
+    """Bytes a second of a copy (read and written), and operations a second of a product."""
+    if jax.devices()[0].platform == "cpu":
+        side = 1024
+    x = jnp.ones(size // 4, jnp.float32)
+    copy = 2 * size / timed({"copy": partial(jax.jit(lambda x: x + 1), x)}, 10)["copy"]
+    products = {}
+    for dtype in TOLERANCE:
+        a = jnp.ones((side, side), dtype)
+        run = partial(jax.jit(lambda a: a @ a), a)
+        products[dtype] = 2 * side**3 / timed({"product": run}, 10)["product"]
+    return copy, products
+
+
+def timed(runs: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Median seconds of each, run in turn; all are compiled before."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def work(problem: Problem, args: tuple[jax.Array, ...]) -> tuple[int, int]:
+    """Bytes that the forward pass must move, and operations on visible pairs."""
+    start, end = np.asarray(args[3]), np.asarray(args[4])
+    width = problem.dim * args[0].dtype.itemsize
+    rows = int((end.max(axis=(1, 2)) - start.min(axis=(1, 2))).sum())
+    moved = 2 * rows * problem.kv_heads * width + 2 * args[0].size * args[0].dtype.itemsize
+    moved += 2 * args[5].size * args[5].dtype.itemsize
+    pairs = int((end - start).sum()) * problem.rows * problem.heads
+    pairs += problem.batch * problem.blocks * int(np.asarray(args[7]).sum()) * problem.heads
+    return moved, 4 * pairs * problem.dim
+
+
+def attention(
+    part: str, asked: argparse.Namespace, copy: float, products: dict[str, float]
+) -> list:
+    """A row for each problem and dtype."""
+    lines, scale = [], 0.1
+    for problem in PROBLEMS:
+        if asked.problems and not any(words in problem.name for words in asked.problems):
+            continue
+        for dtype in asked.dtypes:
+            args = problem.arguments(jnp.dtype(dtype))
+            runs, errors = {}, {}
+            for name, function in arms(problem, args, scale).items():
+                run = jax.jit(gradient(function) if part == "backward" else function)
+                try:
+                    jax.block_until_ready(run(*args))
+                except Exception as error:
+                    print(f"{problem.name}, {dtype}: {name}: {str(error).splitlines()[0][:100]}")
+                    continue
+                errors[name] = error_of(function, args, scale, problem)
+                runs[name] = partial(run, *args)
+            found = timed(runs, asked.rounds)
+            moved, operations = work(problem, args)
+            line = {"part": part, "problem": problem.name, "dtype": dtype, "error": errors}
+            line |= {"ms": {name: 1e3 * value for name, value in found.items()}}
+            line |= {"bytes": moved, "operations": operations}
+            if part == "forward":  # what the fastest reaches of what the chip can do
+                fastest = min(found.values())
+                line |= {
+                    "of the copy": moved / copy / fastest,
+                    "of the product": operations / products[dtype] / fastest,
+                }
+            lines.append(line)
+            print(text(line), flush=True)
+    return lines
+
+
+def error_of(function: Callable, args: tuple, scale: float, problem: Problem) -> float | None:
+    """Largest error against the reference, relative to its largest value, where that fits."""
+    scores = problem.batch * problem.blocks * problem.rows * problem.heads * problem.capacity
+    if 4 * scores * problem.dim > DENSE:
+        return None
+    exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+    expected = block_attention(*exact, scale=scale, implementation="reference")
+    got = jax.jit(function)(*args).astype(jnp.float32)
+    worst = float(jnp.max(jnp.abs(got - expected)) / jnp.max(jnp.abs(expected)))
+    if worst > TOLERANCE[args[0].dtype.name]:
+        print(f"  WRONG by {worst:.1e}")
+    return worst
+
+
+def model(asked: argparse.Namespace) -> list:
+    """Decoding 8 stories with each implementation as the default: the same text, and times."""
+    name = KERNEL.get(jax.devices()[0].platform)
+    target = specjax.load_target("stories260k")
+    drafter = specjax.load_drafter("stories260k-dflash", target)
+    lines, texts = [], {}
+    for choice in ("xla", *([name] if name else [])):
+        api.default_order = lambda choice=choice: (choice,)  # type: ignore[assignment]
+        jax.clear_caches()
+        arguments = {"drafter": drafter, "max_new_tokens": 128, "temperature": 0.0}
+        run = partial(specjax.generate, target, ["Once upon a time"] * 8, **arguments)
+        texts[choice] = run().text
+        found = timed({choice: lambda run=run: run().tokens}, max(3, asked.rounds // 3))
+        lines.append(
+            {
+                "part": "model",
+                "implementation": choice,
+                "ms": {k: 1e3 * v for k, v in found.items()},
+            }
+        )
+        print(text(lines[-1]), flush=True)
+    if len({str(value) for value in texts.values()}) > 1:
+        print("WRONG: the implementations tell different stories")
+    return lines
+
+
+def text(line: dict[str, Any]) -> str:
+    times = "  ".join(f"{name} {value:.3f}" for name, value in line["ms"].items())
+    head = f"{line['part']:<9}{line.get('problem', ''):<28}{line.get('dtype', ''):<9} ms: {times}"
+    if "of the copy" in line:
+        head += f"  {line['of the copy']:.0%} of copy, {line['of the product']:.0%} of product"
+    return head
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", nargs="+", default=["forward", "backward", "model"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--problems", nargs="+", help="parts of names; default: all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="JSON lines")
+    asked = parser.parse_args()
+    device, (copy, products) = jax.devices()[0], rates()
+    print(
+        f"{device.device_kind}: copy {copy / 1e9:.0f} GB/s, product "
+        + ", ".join(f"{value / 1e12:.2f} Tops/s in {name}" for name, value in products.items())
+    )
+    lines: list[dict[str, Any]] = []
+    for part in asked.part:
+        lines += model(asked) if part == "model" else attention(part, asked, copy, products)
+    if asked.out:
+        asked.out.write_text(
+            "".join(json.dumps({"device": device.device_kind} | line) + "\n" for line in lines)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What the kernels share: query rows cut into tiles, each with its tails and its context range."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.block_attention import xla
+
+
+class Tiles(NamedTuple):
+    """The arguments of a kernel, of which tile i of batch row b and head g takes a slice.
+
+    A tile holds several blocks, or one of `parts` equal parts of a block, filled up with rows and
+    columns that see nothing. Its tails lie side by side under a block-diagonal mask.
+    """
+
+    q: jax.Array  # [B, G, tiles, rows, D]
+    start: jax.Array  # [B, tiles, rows, 1] int32
+    end: jax.Array  # [B, tiles, rows, 1] int32
+    tail_k: jax.Array  # [B, G, tiles / parts, columns, D]
+    tail_v: jax.Array  # [B, G, tiles / parts, columns, D]
+    mask: (
+        jax.Array
+    )  # [B, 1 or tiles or parts, rows, columns] int8; tile i takes i modulo its length
+    low: jax.Array  # [B, tiles] int32: the first context tile that some row sees
+    high: jax.Array  # [B, tiles] int32: one past the last; not above low where no row sees any
+    parts: int
+
+
+def cut(
+    q: jax.Array,  # [B, G, M, D]
+    start: jax.Array,  # [B, 1, M, 1]
+    end: jax.Array,  # [B, 1, M, 1]
+    tail_k: jax.Array,  # [B, N, R, G, D]
+    tail_v: jax.Array,  # [B, N, R, G, D]
+    tail_mask: jax.Array,  # [B, N or 1, T, R]
+    *,
+    capacity: int,
+    rows: int,
+    keys: int,
+    round_up: Callable[[int], int],
+) -> tuple[Tiles, Callable[[jax.Array], jax.Array]]:
+    """Tiles of at most `rows` query rows, and what turns [B, G, tiles, rows, ...] back.
+
+    Args:
+      capacity: rows of the context.
+      rows: query rows of a tile; blocks are put together while their tails stay below `keys`.
+      keys: rows of a context tile.
+      round_up: the smallest number of rows or columns the kernel takes for so many.
+
+    Returns:
+      The tiles, and a function to [B, G, M, ...].
+    """
+    batch, kv_heads, queries = q.shape[:3]
+    blocks, tail = tail_k.shape[1:3]
+    block = queries // blocks  # rows of a block: its positions times the query heads of a group
+    parts = -(-block // rows)
+    together = 1 if parts > 1 else max(1, min(rows // block, keys // max(tail, 1), blocks))
+    part = round_up(-(-block // parts)) if parts > 1 else block
+    padded_blocks = -(-blocks // together) * together
+    tiles = padded_blocks // together * parts
+    filled = round_up(together * part)
+    columns = round_up(together * tail) if tail else 0
+
+    def by_tile(x, axis):
+        lead, rest = x.shape[:axis], x.shape[axis + 1 :]
+        x = x.reshape(*lead, blocks, block, *rest)
+        x = _pad(_pad(x, axis + 1, parts * part), axis, padded_blocks)
+        return _pad(x.reshape(*lead, tiles, together * part, *rest), axis + 1, filled)
+
+    def untile(x):
+        x = x[:, :, :, : together * part]
+        x = x.reshape(batch, kv_heads, padded_blocks, parts * part, *x.shape[4:])
+        return x[:, :, :blocks, :block].reshape(batch, kv_heads, queries, *x.shape[4:])
+
+    def side_by_side(x):
+        x = _pad(x, 1, padded_blocks).transpose(0, 3, 1, 2, 4)
+        return _pad(x.reshape(batch, kv_heads, -1, together * tail, x.shape[-1]), 3, columns)
+
+    def block_diagonal(mask):
+        mask = _pad(jnp.repeat(mask, block // mask.shape[2], axis=2), 2, parts * part)
+        if mask.shape[1] == 1:
+            mask = jnp.broadcast_to(mask, (batch, together, *mask.shape[2:]))
+        mask = _pad(mask, 1, -(-mask.shape[1] // together) * together)
+        mask = mask.reshape(batch, -1, together, parts, part, tail).transpose(0, 1, 3, 2, 4, 5)
+        own = jnp.eye(together, dtype=bool)[None, None, None, :, None, :, None]
+        mask = mask[..., None, :] & own  # [B, tiles, parts, blocks, rows, blocks, R]
+        mask = mask.reshape(batch, -1, together * part, together * tail)
+        return _pad(_pad(mask, 2, filled), 3, columns).astype(jnp.int8)
+
+    start, end = by_tile(start[:, 0], 1), by_tile(end[:, 0], 1)
+    bounds = jax.vmap(jax.vmap(lambda s, e: xla.chunk_bounds(s, e, capacity, keys)))
+    return Tiles(
+        q=by_tile(q, 2),
+        start=start,
+        end=end,
+        tail_k=side_by_side(tail_k) if tail else tail_k,
+        tail_v=side_by_side(tail_v) if tail else tail_v,
+        mask=block_diagonal(tail_mask) if tail else tail_mask,
+        low=(found := bounds(start, end))[0],
+        high=found[1],
+        parts=parts,
+    ), untile
+
+
+def _pad(x, axis, size):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths) if size != x.shape[axis] else x
+
+
+def folded(kernel: Callable, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
+    """`kernel` on arguments that all have a batch axis: vmap lengthens it, a mesh divides it.
+
+    vmap by itself would put a loop around a kernel whose scalars are mapped, and the compiler
+    cannot divide a kernel over devices by itself.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays):
+        return _over_mesh(kernel, *arrays)
+
+    @call.def_vmap
+    def _(size, mapped, *arrays):
+        def fold(x, is_mapped):
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        out = call(*map(fold, arrays, mapped))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True, True)
+
+    queries = (q.shape[0], 1, q.shape[2], 1)
+    start, end = (jnp.broadcast_to(x, queries) for x in (start, end))
+    tail_mask = jnp.broadcast_to(tail_mask, (q.shape[0], *tail_mask.shape[1:]))
+    return call(q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask)
+
+
+def _over_mesh(kernel, *arrays):
+    """The kernel on each device's batch rows and heads, if the arrays live on a mesh."""
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    automatic = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+    }
+    if not automatic:
+        return kernel(*arrays)
+
+    def split(axis, size):
+        return axis if axis in automatic and size % mesh.shape[axis] == 0 else None
+
+    batch = split("data", arrays[0].shape[0])
+    heads = split("model", arrays[0].shape[1])
+    of_heads, of_batch = P(batch, heads), P(batch)
+    of_tail = P(batch, None, None, heads)
+    return jax.shard_map(
+        kernel,
+        mesh=mesh,
+        in_specs=(of_heads, of_heads, of_heads, of_batch, of_batch, of_tail, of_tail, of_batch),
+        out_specs=(of_heads, of_heads),
+        axis_names=automatic,
+        check_vma=False,
+    )(*arrays)
