@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 PARITY := .venv-parity
+AOT := .venv-aot
 BIN := $(VENV)/bin
 
-.PHONY: help setup test test-all lint train generate eval bench smollm2 parity bench-peers bench-train clean
+.PHONY: help setup test test-all lint train generate eval bench smollm2 parity bench-peers bench-train bench-kernels aot clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -26,27 +27,38 @@ lint: setup  ## check style and types
 # CONFIG may be given; what the run makes is in runs/, and a run that was interrupted goes on.
 CONFIG ?= experiments/configs/stories260k-dflash.json
 
-train: setup $(findstring smollm2,$(CONFIG))  ## train a drafter for the packaged model, and measure it
+# A drafter for blocks of 8 starts from one for blocks of 4.
+SHORT := runs/smollm2-dflash-short/drafter
+
+train: setup $(findstring smollm2,$(CONFIG)) $(if $(findstring smollm2-dflash.json,$(CONFIG)),$(SHORT))  ## train a drafter for the packaged model, and measure it
 	$(BIN)/specjax train --config $(CONFIG)
 
-generate: setup  ## tell a story with the packaged model, plainly and with its drafter
-	$(BIN)/specjax generate
-	$(BIN)/specjax generate --drafter stories260k-dflash
+$(SHORT): smollm2
+	test -d $@ || $(BIN)/specjax train --config experiments/configs/smollm2-dflash-short.json
 
-# TARGET, DRAFTER, PROMPTS (files) and EVAL (further options) may be given.
+# TARGET and DRAFTER, PROMPT for generate, PROMPTS (files) and EVAL (further options) for eval may
+# be given.
 TARGET ?= stories260k
 ifeq ($(TARGET),smollm2-135m)
-DRAFTER ?= ngram
+DRAFTER ?= experiments/drafters/smollm2-135m-dflash
+DRAFTS ?= 4
+PROMPT ?= A baker fills 12 trays with 18 rolls each and sells 150 rolls. How many rolls are left?
 PROMPTS ?= $(patsubst %,experiments/prompts/%.jsonl,gsm8k-test mbpp-test mt-bench)
 EVAL ?= --limit 20 --repeats 3
 else
 DRAFTER ?= stories260k-dflash
+PROMPT ?= Once upon a time
 PROMPTS ?= experiments/prompts/stories.jsonl
 endif
+NETWORKS = --target $(TARGET) --drafter $(DRAFTER) $(if $(DRAFTS),--num-draft $(DRAFTS))
+
+generate: setup $(filter smollm2,$(subst -, ,$(TARGET)))  ## let a model speak, plainly and with its drafter
+	$(BIN)/specjax generate --target $(TARGET) --prompt "$(PROMPT)"
+	$(BIN)/specjax generate $(NETWORKS) --prompt "$(PROMPT)"
 
 eval: setup $(filter smollm2,$(subst -, ,$(TARGET)))  ## measure a drafter: acceptance, speed-up, equality of the output
 	for file in $(PROMPTS); do echo "$$file"; \
-	  $(BIN)/specjax eval --target $(TARGET) --drafter $(DRAFTER) --prompts $$file $(EVAL) || exit 1; \
+	  $(BIN)/specjax eval $(NETWORKS) --prompts $$file $(EVAL) || exit 1; \
 	done
 
 bench: smollm2  ## what a speculative round costs, on SmolLM2-135M
@@ -59,14 +71,20 @@ parity: $(PARITY)/.done  ## re-make the goldens with the published PyTorch code 
 	$(PARITY)/bin/python tests/golden/make_goldens.py --check
 	$(PARITY)/bin/python tests/golden/check_published.py
 
+aot: $(AOT)/.done  ## compile kernels, decoding and training for TPUs, on a machine without one
+	JAX_PLATFORMS=cpu $(AOT)/bin/pytest -n 2 tests/aot
+
 bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, a round against dflash
 	$(PARITY)/bin/python experiments/bench_peers.py
 
 bench-train: $(PARITY)/.done  ## one training step against speculators, and the memory of ours
 	$(PARITY)/bin/python experiments/bench_train.py
 
+bench-kernels: setup  ## time block attention on the device at hand, forward, backward and in a model
+	$(BIN)/python experiments/bench_kernels.py
+
 clean:  ## remove the environments and everything built
-	rm -rf $(VENV) $(PARITY) .venv-3.12 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY) $(AOT) .venv-3.12 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.done: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -87,4 +105,9 @@ $(PARITY)/.done: pyproject.toml
 	$(PARITY)/bin/python -m pip install --quiet --no-deps dflash==0.1.0
 	$(PARITY)/bin/python -m pip install --quiet loguru==0.7.3 "pydantic>=2"
 	$(PARITY)/bin/python -m pip install --quiet --no-deps speculators==0.9.0
+	touch $@
+
+$(AOT)/.done: pyproject.toml
+	test -x $(AOT)/bin/python || $(PYTHON) -m venv $(AOT)
+	$(AOT)/bin/python -m pip install --quiet --editable ".[dev,aot]"
 	touch $@
