@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
     tail_v: jax.Array  # [B, G, tiles / parts, columns, D]
     mask: (
         jax.Array
-    )  # [B, 1 or tiles or parts, rows, columns] int8; tile i takes i modulo its length
+    )  # [B, 1 or parts or tiles, rows, columns] int8, for tile i at i modulo its length
     low: jax.Array  # [B, tiles] int32: the first context tile that some row sees
     high: jax.Array  # [B, tiles] int32: one past the last; not above low where no row sees any
     parts: int
@@ -93,6 +93,7 @@ def cut(
 
     start, end = by_tile(start[:, 0], 1), by_tile(end[:, 0], 1)
     bounds = jax.vmap(jax.vmap(lambda s, e: xla.chunk_bounds(s, e, capacity, keys)))
+    low, high = bounds(start, end)
     return Tiles(
         q=by_tile(q, 2),
         start=start,
@@ -100,8 +101,8 @@ def cut(
         tail_k=side_by_side(tail_k) if tail else tail_k,
         tail_v=side_by_side(tail_v) if tail else tail_v,
         mask=block_diagonal(tail_mask) if tail else tail_mask,
-        low=(found := bounds(start, end))[0],
-        high=found[1],
+        low=low,
+        high=high,
         parts=parts,
     ), untile
 
