@@ -42,7 +42,7 @@ TARGET ?= stories260k
 ifeq ($(TARGET),smollm2-135m)
 DRAFTER ?= experiments/drafters/smollm2-135m-dflash
 DRAFTS ?= 4
-PROMPT ?= A baker fills 12 trays with 18 rolls each and sells 150 rolls. How many rolls are left?
+PROMPT ?= To find how many rolls are left, first
 PROMPTS ?= $(patsubst %,experiments/prompts/%.jsonl,gsm8k-test mbpp-test mt-bench)
 EVAL ?= --limit 20 --repeats 3
 else
