@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.block_attention import block_attention
 
@@ -16,5 +17,7 @@ def test_it_is_lowered(capacity, dim, dtype):
     attend = jax.jit(
         lambda *args: block_attention(*args, scale=0.1, implementation="pallas_triton")
     )
-    text = attend.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device)):
+        text = attend.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in text
