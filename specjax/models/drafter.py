@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from specjax.models import rope, target
 from specjax.models.layers import LayerConfig, decoder_layer, keys_values, layer_table, rms_norm
-from specjax.models.params import Param, Table
+from specjax.models.params import Param, Table, matrix
 from specjax.models.visibility import Visibility, visibility
 from specjax.types import Array, Block, KVCache, Params, Reuse, Vocabulary
 
@@ -93,7 +93,7 @@ def table(config: DrafterConfig) -> Table:
     E = config.layers.hidden_size
     F = len(config.taps) * config.target_hidden_size
     tensors: Table = {
-        "fc": Param((E, F), (None, None), "normal", "fc.weight"),
+        "fc": matrix(F, E, "fc.weight"),
         "hidden_norm": Param((E,), (None,), "ones", "hidden_norm.weight"),
         "layers": [
             layer_table(config.layers, f"layers.{i}.") for i in range(config.layers.num_layers)
@@ -121,7 +121,7 @@ def draft_block(config: DrafterConfig, anchor: Array, position: Array) -> Block:
 
 def fuse(config: DrafterConfig, params: Params, features: Array) -> Array:
     """Target features [..., F] to context states [..., E]: project, then normalise."""
-    fused = jnp.einsum("...f,ef->...e", features, params["fc"])
+    fused = jnp.einsum("...f,fe->...e", features, params["fc"])
     return rms_norm(fused, params["hidden_norm"], config.layers.rms_norm_eps)
 
 
@@ -193,6 +193,21 @@ def unembed(config: DrafterConfig, params: Params, vocabulary: Vocabulary, hidde
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     return logits
+
+
+def restrict(params: Params, vocabulary: Vocabulary, ids: Array) -> Params:
+    """The drafter proposing the tokens `ids` [n] only, through their rows of the target's head.
+
+    Most of a small drafter's round is the product with a large vocabulary's head; tokens that its
+    training text does not hold are hardly ever accepted.
+    """
+    return params | {"head": vocabulary.head[ids], "target_ids": ids}
+
+
+def unrestricted(config: DrafterConfig, params: Params) -> Params:
+    """The parameters of the drafter's own, as its table has them."""
+    borrowed = {"target_ids"} if config.draft_vocab_size is not None else {"target_ids", "head"}
+    return {name: value for name, value in params.items() if name not in borrowed}
 
 
 def target_ids(params: Params, ids: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,11 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax.models import drafter, drafter_hf, packaged, params, target
 from specjax.models.storage import Checkpoint, open_checkpoint, read_json, write_directory
 from specjax.models.text import has_tokenizer, load_tokenizer, template_fingerprint
-from specjax.types import Array, Params
+from specjax.types import Array, Params, Vocabulary
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 REDUCED = ("t2d", "d2t")  # speculators: which target ids the reduced vocabulary holds
+DRAFT_IDS = "draft_ids.json"  # the tokens that a drafter proposes, where it is not all of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +129,9 @@ def load_drafter(
     _check_copies(config, checkpoint, target)
     if config.draft_vocab_size is not None:
         loaded["target_ids"] = _target_ids(config, config.draft_vocab_size, checkpoint, mesh)
+    elif (directory / DRAFT_IDS).exists():
+        ids = _replicated(_draft_ids(directory / DRAFT_IDS, target), mesh)
+        loaded = drafter.restrict(loaded, _vocabulary(target), ids)
     if config.template is not None and target.has_tokenizer:
         _warn_template(config.template, target)
     return Drafter(str(name), directory, config, loaded)
@@ -139,9 +144,19 @@ def save_drafter(directory: str | Path, loaded: Drafter, *, dtype: Any = jnp.bfl
       FileExistsError: the directory exists and is not empty.
       ValueError: a reduced vocabulary.
     """
-    config = drafter_hf.config_to_hf(loaded.config) | {"dtype": jnp.dtype(dtype).name}
-    tensors = params.save(drafter.table(loaded.config), loaded.params, dtype)
-    write_directory(directory, tensors, {"config.json": config})
+    write_directory(directory, *drafter_contents(loaded, dtype))
+
+
+def drafter_contents(loaded: Drafter, dtype: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors and the files of a drafter's directory in its published layout."""
+    config = loaded.config
+    own = drafter.unrestricted(config, loaded.params)
+    files: dict[str, Any] = {"config.json": drafter_hf.config_to_hf(config)}
+    files["config.json"]["dtype"] = jnp.dtype(dtype).name
+    if "target_ids" in loaded.params:
+        ids = np.asarray(loaded.params["target_ids"]).tolist()
+        files[DRAFT_IDS] = json.dumps({"draft_ids": ids}) + "\n"
+    return params.save(drafter.table(config), own, dtype), files
 
 
 def save_target(directory: str | Path, loaded: Target, *, dtype: Any = None) -> None:
@@ -259,7 +274,7 @@ def _check_fc(config: drafter.DrafterConfig, checkpoint: Checkpoint) -> None:
 
 def _check_copies(config: drafter.DrafterConfig, checkpoint: Checkpoint, loaded: Target) -> None:
     """Frozen copies of target tensors must be this target's, or the drafter is another's."""
-    vocabulary = target.vocabulary(loaded.params)
+    vocabulary = _vocabulary(loaded)
     for name, field in drafter_hf.TARGET_COPIES.items():
         if name not in checkpoint.tensors or (config.draft_vocab_size and field == "head"):
             continue
@@ -274,6 +289,10 @@ def _check_copies(config: drafter.DrafterConfig, checkpoint: Checkpoint, loaded:
                 f"{checkpoint.directory}: {name} is not the {field} of {loaded.name}: the drafter "
                 "belongs to another target (or to a fine-tuned one)"
             )
+
+
+def _vocabulary(loaded: Target) -> Vocabulary:
+    return target.vocabulary(loaded.params)
 
 
 def _target_ids(
@@ -293,9 +312,26 @@ def _target_ids(
         raise ValueError(
             f"{checkpoint.directory}: d2t maps outside the vocabulary of {config.vocab_size}"
         )
+    return _replicated(ids, mesh)
+
+
+def _draft_ids(file: Path, loaded: Target) -> np.ndarray:
+    """The ids in `file`, checked."""
+    ids: Any = read_json(file).get("draft_ids")
+    V = loaded.config.vocab_size
+    whole = isinstance(ids, list) and bool(ids) and all(type(token) is int for token in ids)
+    if not whole or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < V:
+        raise ValueError(
+            f"{file} must hold draft_ids, ascending tokens of {loaded.name} (0 to {V - 1}); remove "
+            "the file to let the drafter propose any token"
+        )
+    return np.asarray(ids, np.int32)
+
+
+def _replicated(values: np.ndarray, mesh: Mesh | None) -> Array:
     if mesh is None:
-        return jnp.asarray(ids)
-    return jax.device_put(ids, NamedSharding(mesh, PartitionSpec()))
+        return jnp.asarray(values)
+    return jax.device_put(values, NamedSharding(mesh, PartitionSpec()))
 
 
 def _warn_template(trained: str, loaded: Target) -> None:

@@ -39,7 +39,11 @@ def describe(name: str) -> Description:
         config = drafter_hf.config_from_hf(raw)
         carried = {*drafter_hf.TARGET_COPIES, *hub.REDUCED}
         params.check_manifest(drafter.table(config), checkpoint, carried.__contains__)
-        return Description(name, config, _drafter_lines(config) | common)
+        lines = _drafter_lines(config) | common
+        if (directory / hub.DRAFT_IDS).exists():
+            count = len(read_json(directory / hub.DRAFT_IDS).get("draft_ids") or ())
+            lines["proposes"] = f"{count:,} of the target's tokens ({hub.DRAFT_IDS})"
+        return Description(name, config, lines)
     model = target.config_from_hf(raw)
     params.check_manifest(target.table(model), checkpoint, hub.carries_no_parameter(model))
     return Description(name, model, _target_lines(model, directory) | common)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_attention import block_attention
 from specjax.models import cache
-from specjax.models.params import Param, Table
+from specjax.models.params import Param, Table, matrix
 from specjax.models.rope import Rope, rotate
 from specjax.models.visibility import Visibility
 from specjax.types import Array, KVCache, Params
@@ -56,8 +56,8 @@ def layer_table(config: LayerConfig, prefix: str) -> Table:
     def linear(
         name: str, out: tuple[int, str | None], into: tuple[int, str | None], bias: bool, units=None
     ) -> Table:
-        weight = Param(
-            (out[0], into[0]), (out[1], into[1]), "normal", f"{prefix}{name}.weight", units
+        weight = matrix(
+            into[0], out[0], f"{prefix}{name}.weight", axes=(into[1], out[1]), units=units
         )
         if not bias:
             return {"weight": weight}
@@ -101,8 +101,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def linear(x: Array, params: Params) -> Array:
-    """x [..., in] times weight [out, in], plus the bias when there is one."""
-    y = jnp.einsum("...i,oi->...o", x, params["weight"])
+    """x [..., in] times weight [in, out], plus the bias when there is one."""
+    y = jnp.einsum("...i,io->...o", x, params["weight"])
     if "bias" in params:
         y = y + params["bias"].reshape((1,) * (y.ndim - 1) + params["bias"].shape)
     return y

@@ -219,7 +219,8 @@ class TrainConfig:
       anchors: blocks per row.
       accumulate: micro-batches of a step.
       head_chunk: blocks whose logits exist at a time.
-      vocabulary: logits over "all" tokens, or over those in the "data".
+      vocabulary: logits over "all" tokens, or over those in the "data"; the drafter then proposes
+        no others.
       features: the target's states "online" in every step, or from a "cache" on disk that is
         filled once.
       cache_gb: a larger cache is refused.

@@ -7,6 +7,7 @@ or head.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -84,7 +85,13 @@ def replace(drafter: hub.Drafter, directory: str | Path, **arguments: Any) -> No
 
 
 def model_card(
-    name: str, config: DrafterConfig, card: Mapping[str, Any], *, layout: Format, dtype: Any
+    name: str,
+    config: DrafterConfig,
+    card: Mapping[str, Any],
+    *,
+    layout: Format,
+    dtype: Any,
+    ids: Any = None,
 ) -> str:
     """README.md: YAML front matter, what the drafter is, its figures, how to use and remake it."""
     unknown = sorted(set(card) - set(CARD_KEYS))
@@ -100,7 +107,7 @@ def model_card(
         "decoding: it changes how fast the target's text comes, not the text. It holds neither "
         "embedding nor head: both are the target's, which must be the very model it was trained "
         "for.",
-        _shapes(config, dtype),
+        _shapes(config, dtype, ids),
     ]
     if report:
         sections += ["## Figures", _figures(report)]
@@ -129,24 +136,24 @@ def _contents(
     if target is not None:
         hub.check_fit(drafter.config, target.config, target.name)
         card.setdefault("target", target.name)
-    own = {key: value for key, value in drafter.params.items() if key != "target_ids"}
-    tensors = params.save(backbone.table(drafter.config), own, dtype)
+    ids = drafter.params.get("target_ids")
     if layout == "z-lab":
-        config = drafter_hf.config_to_hf(drafter.config)
+        tensors, files = hub.drafter_contents(drafter, dtype)
     elif layout == "speculators":
-        config = _speculators(drafter.config, target, verifier)
-        tensors |= _vocabulary_maps(drafter)
+        tensors, files = _speculators(drafter, target, verifier, dtype)
     else:
         raise ValueError(f"layout {layout!r} is not 'z-lab' or 'speculators'")
-    readme = model_card(drafter.name, drafter.config, card, layout=layout, dtype=dtype)
-    config["dtype"] = jnp.dtype(dtype).name
-    files = {"config.json": config, "README.md": readme}
+    files["README.md"] = model_card(
+        drafter.name, drafter.config, card, layout=layout, dtype=dtype, ids=ids
+    )
     return tensors, files | ({"training.json": card["config"]} if card.get("config") else {})
 
 
 def _speculators(
-    config: DrafterConfig, target: hub.Target | None, verifier: str | None
-) -> dict[str, Any]:
+    drafter: hub.Drafter, target: hub.Target | None, verifier: str | None, dtype: Any
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors and config.json of that layout; a reduced vocabulary has its head and two maps:
+    offsets to target ids, and who is in it."""
     if target is None:
         raise ValueError("the speculators layout names the target: pass target=")
     verifier = verifier or target.name
@@ -155,21 +162,20 @@ def _speculators(
             f"readers of the speculators layout find no target under {verifier!r}: pass verifier= "
             "with a hub id (org/model) or a directory"
         )
+    config, own, maps = drafter.config, dict(drafter.params), {}
+    if "target_ids" in own:
+        ids = np.asarray(own.pop("target_ids"), np.int64)
+        if (np.diff(ids) <= 0).any():  # readers cut the target's head by the mask t2d, in id order
+            raise ValueError("target_ids of a reduced vocabulary must ascend to be written")
+        config = dataclasses.replace(config, draft_vocab_size=ids.size)
+        member = np.isin(np.arange(config.vocab_size), ids)
+        maps = {"d2t": ids - np.arange(ids.size), "t2d": member}
     architectures = read_json(target.directory / "config.json").get("architectures") or []
-    return drafter_hf.config_to_speculators(config, verifier=verifier, architectures=architectures)
-
-
-def _vocabulary_maps(drafter: hub.Drafter) -> dict[str, np.ndarray]:
-    """speculators' two maps of a reduced vocabulary: offsets to target ids, and who is in it."""
-    if drafter.config.draft_vocab_size is None:
-        return {}
-    ids = np.asarray(drafter.params["target_ids"], np.int64)
-    if (np.diff(ids) <= 0).any():  # readers cut the target's head by the mask t2d, in id order
-        raise ValueError("target_ids of a reduced vocabulary must ascend to be written")
-    return {
-        "d2t": ids - np.arange(ids.size),
-        "t2d": np.isin(np.arange(drafter.config.vocab_size), ids),
-    }
+    written = drafter_hf.config_to_speculators(
+        config, verifier=verifier, architectures=architectures
+    )
+    written["dtype"] = jnp.dtype(dtype).name
+    return params.save(backbone.table(config), own, dtype) | maps, {"config.json": written}
 
 
 # ---------------------------------------------------------------------------------------- card
@@ -186,7 +192,7 @@ def _front_matter(card: Mapping[str, Any]) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _shapes(config: DrafterConfig, dtype: Any) -> str:
+def _shapes(config: DrafterConfig, dtype: Any, ids: Any) -> str:
     layers, count = config.layers, params.count(backbone.table(config))
     slots = "the token at its own position" if config.layout == "fill" else "the token behind it"
     rows = {
@@ -197,8 +203,8 @@ def _shapes(config: DrafterConfig, dtype: Any) -> str:
         "block": f"{config.block_size} rows, {config.num_drafts} drafts; a slot predicts {slots}",
         "mask token": config.mask_token_id,
     }
-    if config.draft_vocab_size is not None:
-        rows["own vocabulary"] = f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
+    if ids is not None:
+        rows["proposes"] = f"{len(ids):,} of {config.vocab_size:,} tokens"
     if config.template is not None:
         rows["chat template"] = config.template
     return _table(["", ""], [[key, str(value)] for key, value in rows.items()])

@@ -28,11 +28,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from specjax import evaluation
-from specjax.models.drafter import DrafterConfig
+from specjax.models.drafter import DrafterConfig, restrict, unrestricted
 from specjax.models.drafter_hf import check_config
 from specjax.models.hub import Drafter, Target, load_drafter, load_target
 from specjax.models.packaged import keep_compiled
 from specjax.models.storage import write_json
+from specjax.models.target import vocabulary
 from specjax.models.text import tokenizer_fingerprint
 from specjax.training import config as configs
 from specjax.training import data, export, heldout, plots, report, trainer
@@ -139,7 +140,8 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
     start = None
     if config.init_from is not None:
         loaded = load_drafter(config.init_from, target)
-        network, start = loaded.config, loaded.params
+        network = loaded.config
+        start = unrestricted(network, loaded.params)
         if config.block_size is not None:
             network = replace(network, block_size=config.block_size)
             check_config(network)
@@ -304,7 +306,7 @@ def _walkable(setup: Setup, text: Text) -> heldout.Walkable | None:
 
 
 def _rows(setup: Setup, text: Text) -> jax.Array | None:
-    """The token ids that logits are restricted to, or None."""
+    """The token ids that logits and drafts are restricted to, or None."""
     if setup.config.vocabulary == "all":
         return None
     V = setup.target.config.vocab_size
@@ -334,6 +336,9 @@ def _finish(
     config, folder = setup.config, setup.folder / "drafter"
     # What is measured is what is written.
     written = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), state.params)
+    ids = _rows(setup, text)
+    if ids is not None:
+        written = restrict(written, vocabulary(setup.target.params), ids)
     made = Drafter(config.name, folder, setup.network, written)
     found: dict[str, Any] = {
         "name": config.name,

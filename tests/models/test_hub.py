@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -315,8 +316,8 @@ def test_a_tied_config_takes_an_equal_head_and_refuses_another(tmp_path):  # cas
 
 def test_head_dim_is_explicit_or_the_family_default():  # case D8
     explicit = target.table(target.config_from_hf(tiny.target_config("qwen3")))["layers"][0]
-    assert explicit["attention"]["q"]["weight"].shape == (64, 48)
-    assert explicit["attention"]["k"]["weight"].shape == (32, 48)
+    assert explicit["attention"]["q"]["weight"].published_shape == (64, 48)
+    assert explicit["attention"]["k"]["weight"].published_shape == (32, 48)
     assert explicit["attention"]["q_norm"].shape == (16,)
     absent = target.config_from_hf(tiny.target_config("qwen3", head_dim=...))
     assert absent.layers.head_dim == 128
@@ -429,7 +430,7 @@ def test_published_drafters_load_by_shape(name):
     config = drafter_hf.config_from_hf(raw)
     table = drafter.table(config)
     expected = tiny.drafter_shapes(raw)
-    assert {p.hf: p.shape for p in params.leaves(table)} == expected
+    assert {p.hf: p.published_shape for p in params.leaves(table)} == expected
     assert len(expected) == tensors
     if millions:
         assert params.count(table) / 1e6 == pytest.approx(millions, abs=0.6)
@@ -477,3 +478,32 @@ def test_a_template_of_another_training_is_warned_about(tmp_path):  # case D12
     )
     with pytest.warns(UserWarning, match="0123456789abcdef thinking=on"):
         hub.load_drafter(other, model)
+
+
+# ------------------------------------------------------------------------- tokens that are drafted
+def test_a_drafter_may_propose_some_tokens_only(model, tmp_path):
+    """The file beside the checkpoint picks rows of the target's own head, and is written again."""
+    directory = write_drafter(tmp_path / "d")
+    free = hub.load_drafter(directory, model)
+    kept = list(range(1, 97, 3))
+    (directory / hub.DRAFT_IDS).write_text(json.dumps({"draft_ids": kept}))
+    loaded = hub.load_drafter(directory, model)
+    hidden = jnp.asarray(tiny.tensor("h", (1, 1, 8, 48)))
+    vocabulary = target.vocabulary(model.params)
+    full = drafter.unembed(free.config, free.params, vocabulary, hidden)
+    some = drafter.unembed(loaded.config, loaded.params, vocabulary, hidden)
+    np.testing.assert_allclose(some, full[..., jnp.asarray(kept)], atol=1e-5, rtol=1e-5)
+    np.testing.assert_array_equal(drafter.target_ids(loaded.params, jnp.arange(32)), kept)
+    hub.save_drafter(tmp_path / "again", loaded, dtype=jnp.float32)
+    again = hub.load_drafter(tmp_path / "again", model)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, again.params)
+    own = drafter.unrestricted(loaded.config, loaded.params)
+    assert jax.tree.structure(own) == jax.tree.structure(free.params)
+
+
+@pytest.mark.parametrize("ids", [[], [3, 1], [1, 1], [0, 97], [-1, 4], ["a"], None, [True]])
+def test_draft_ids_that_are_no_tokens_are_refused(ids, model, tmp_path):
+    directory = write_drafter(tmp_path / "d")
+    (directory / hub.DRAFT_IDS).write_text(json.dumps({"draft_ids": ids}))
+    with pytest.raises(ValueError, match="must hold draft_ids, ascending tokens"):
+        hub.load_drafter(directory, model)

@@ -165,8 +165,8 @@ def test_every_shard_of_a_mesh_reads_its_own_slice(tmp_path, monkeypatch):
     assert largest["model.embed_tokens.weight"] == tensors["model.embed_tokens.weight"].size // 2
     assert largest["model.norm.weight"] == tensors["model.norm.weight"].size
     weight = loaded.params["layers"][0]["attention"]["q"]["weight"]
-    assert weight.sharding.spec == jax.sharding.PartitionSpec("model", None)
-    np.testing.assert_array_equal(weight, tensors[split])
+    assert weight.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+    np.testing.assert_array_equal(weight, tensors[split].T)
 
 
 def test_heads_that_do_not_divide_are_replicated(tmp_path):
@@ -174,7 +174,7 @@ def test_heads_that_do_not_divide_are_replicated(tmp_path):
     tiny.write(tmp_path, config, tiny.target_tensors(config))
     mesh = jax.make_mesh((1, 4), ("data", "model"))
     attention = hub.load_target(tmp_path, mesh=mesh).params["layers"][0]["attention"]
-    assert attention["q"]["weight"].sharding.spec == jax.sharding.PartitionSpec("model", None)
+    assert attention["q"]["weight"].sharding.spec == jax.sharding.PartitionSpec(None, "model")
     # One key/value head of 16 channels: its rows would divide by 4, the head does not.
     assert attention["k"]["weight"].sharding.spec == jax.sharding.PartitionSpec(None, None)
 

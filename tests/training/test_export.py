@@ -4,12 +4,13 @@ import json
 import struct
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny
 
-from specjax.models import drafter_hf, hub, storage
+from specjax.models import drafter, drafter_hf, hub, storage, target
 from specjax.training import export
 
 WINDOW = {"sliding_window": 6, "use_sliding_window": True}
@@ -117,6 +118,18 @@ def test_a_reduced_vocabulary_goes_out_with_both_maps(model, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, loaded.params)
     with pytest.raises(ValueError, match="reduced vocabulary"):
         export.export(loaded, tmp_path / "z")
+
+
+def test_a_drafter_of_some_tokens_goes_out_in_both_layouts(model, tmp_path):
+    """z-lab's keeps the ids beside the checkpoint; in speculators' it has a head of its own."""
+    loaded, ids = made(tmp_path / "in", model), jnp.arange(1, 97, 3)
+    some = drafter.restrict(loaded.params, target.vocabulary(model.params), ids)
+    some = hub.Drafter("d", tmp_path, loaded.config, some)
+    for layout in ("z-lab", "speculators"):
+        export.export(some, tmp_path / layout, layout=layout, target=model, dtype="float32")
+        again = hub.load_drafter(tmp_path / layout, model)
+        jax.tree.map(np.testing.assert_array_equal, again.params, some.params)
+        assert "32 of 97 tokens" in (tmp_path / layout / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.models.drafter import fuse
 from specjax.models.layers import linear
-from specjax.models.params import Param, Table
+from specjax.models.params import Param, Table, matrix
 from specjax.models.reuse.slots import into_slots
 from specjax.types import Array, Block, Params, Rejected, Vocabulary
 
@@ -32,7 +32,7 @@ class DFlow:
 
         def dense(name: str, outputs: int, inputs: int, init: str) -> Table:
             return {
-                "weight": Param((outputs, inputs), (None, None), init, f"reuse.{name}.weight"),
+                "weight": matrix(inputs, outputs, f"reuse.{name}.weight", init=init),
                 "bias": Param((outputs,), (None,), "zeros", f"reuse.{name}.bias"),
             }
 

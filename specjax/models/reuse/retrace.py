@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from specjax.models.params import Param, Table
+from specjax.models.params import Table, matrix
 from specjax.models.reuse.slots import into_slots
 from specjax.types import Block, Params, Rejected, Vocabulary
 
@@ -28,9 +28,9 @@ class ReTrace:
         """W_c, W_g and W_v; the last is zero at first, which is plain DFlash."""
         E = config.layers.hidden_size
         return {
-            "fuse": Param((E, 2 * E), (None, None), "normal", "reuse.fuse.weight"),
-            "gate": Param((E, 2 * E), (None, None), "normal", "reuse.gate.weight"),
-            "value": Param((E, E), (None, None), "zeros", "reuse.value.weight"),
+            "fuse": matrix(2 * E, E, "reuse.fuse.weight"),
+            "gate": matrix(2 * E, E, "reuse.gate.weight"),
+            "value": matrix(E, E, "reuse.value.weight", init="zeros"),
         }
 
     def inject(
@@ -41,10 +41,10 @@ class ReTrace:
         memory = rejected.draft_hidden[:, 1:]  # of positions a' + 1 and on
         scored = rejected.final_hidden[:, : memory.shape[1]]  # at the position before
         joint = jnp.concatenate([memory, scored], axis=-1)
-        fused = memory + jnp.einsum("bki,oi->bko", joint, own["fuse"])
+        fused = memory + jnp.einsum("bki,io->bko", joint, own["fuse"])
         mask = vocabulary.embedding[config.mask_token_id] * config.embedding_scale
         mask = jnp.broadcast_to(mask[None, None, :].astype(fused.dtype), fused.shape)
-        gate = jnp.einsum("bki,oi->bko", jnp.concatenate([mask, fused], -1), own["gate"])
-        value = jnp.einsum("bki,oi->bko", fused, own["value"])
+        gate = jnp.einsum("bki,io->bko", jnp.concatenate([mask, fused], -1), own["gate"])
+        value = jnp.einsum("bki,io->bko", fused, own["value"])
         delta = into_slots(config, value * jax.nn.sigmoid(gate), rejected.count - 1)
         return replace(block, delta=delta)
