@@ -1,9 +1,9 @@
 """SmolLM2-135M on this machine: ours against the PyTorch packages, in interleaved pairs.
 
 Run by `make bench-peers`, in the environment that has torch too. One process, one thread pool per
-framework on the same cores, the two arms in turn; medians over the pairs and the ratio of each
-pair. Everything is float32, batch 1, greedy, from the same prompt ids, and nothing is timed unless
-both arms give the same tokens.
+framework on the same cores, the two arms in turn; medians over the pairs, and the ratio of a pair
+with its 95% bootstrap interval. Everything is float32, batch 1, greedy, from the same prompt ids,
+and nothing is timed unless both arms give the same tokens.
 
 plain   milliseconds a token: `generate` without a drafter against transformers' `generate`
 round   milliseconds of a speculative round (draft a block of 8, verify, commit), prefill excluded:
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -34,6 +35,9 @@ from transformers import AutoModelForCausalLM
 import specjax
 from specjax.models import drafter as backbone
 from specjax.models import drafter_hf, params
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bench import interval
 
 PROMPT = "Gravity is"
 LAYERS, BLOCK, TAPS, MASK = 3, 8, (1, 8, 14, 20, 27), 16
@@ -135,8 +139,7 @@ def compare(part: str, arms: tuple[Arm, Arm], peer: str, pairs: int) -> None:
         "threads": torch.get_num_threads(),
         "specjax_ms": round(medians[0], 2),
         f"{peer}_ms": round(medians[1], 2),
-        "ratio_median": round(float(np.median(ratios)), 3),
-        "ratio_range": [round(float(ratios.min()), 3), round(float(ratios.max()), 3)],
+        "ratio": [round(value, 3) for value in interval(ratios)],
     }
     print(json.dumps(row))
 
@@ -145,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("plain", "round", "all"), default="all")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=30)
     args = parser.parse_args()
 
     warnings.filterwarnings("ignore", "acceptance length")  # what random weights are meant to do
