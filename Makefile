@@ -36,13 +36,14 @@ train: setup $(findstring smollm2,$(CONFIG)) $(if $(findstring smollm2-dflash.js
 $(SHORT): smollm2
 	test -d $@ || $(BIN)/specjax train --config experiments/configs/smollm2-dflash-short.json
 
-# TARGET and DRAFTER, PROMPT for generate, PROMPTS (files) and EVAL (further options) for eval may
-# be given.
+# TARGET and DRAFTER, PROMPT and GENERATE (further options) for generate, PROMPTS (files) and EVAL
+# (further options) for eval may be given.
 TARGET ?= stories260k
 ifeq ($(TARGET),smollm2-135m)
 DRAFTER ?= experiments/drafters/smollm2-135m-dflash
 DRAFTS ?= 4
-PROMPT ?= To find how many rolls are left, first
+PROMPT ?= A baker has 24 rolls. He sells 9 and bakes 12 more. How many rolls does he have now?
+GENERATE ?= --chat
 PROMPTS ?= $(patsubst %,experiments/prompts/%.jsonl,gsm8k-test mbpp-test mt-bench)
 EVAL ?= --limit 20 --repeats 3
 else
@@ -53,8 +54,8 @@ endif
 NETWORKS = --target $(TARGET) --drafter $(DRAFTER) $(if $(DRAFTS),--num-draft $(DRAFTS))
 
 generate: setup $(filter smollm2,$(subst -, ,$(TARGET)))  ## let a model speak, plainly and with its drafter
-	$(BIN)/specjax generate --target $(TARGET) --prompt "$(PROMPT)"
-	$(BIN)/specjax generate $(NETWORKS) --prompt "$(PROMPT)"
+	$(BIN)/specjax generate --target $(TARGET) --prompt "$(PROMPT)" $(GENERATE)
+	$(BIN)/specjax generate $(NETWORKS) --prompt "$(PROMPT)" $(GENERATE)
 
 eval: setup $(filter smollm2,$(subst -, ,$(TARGET)))  ## measure a drafter: acceptance, speed-up, equality of the output
 	for file in $(PROMPTS); do echo "$$file"; \

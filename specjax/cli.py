@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     make = commands.add_parser("generate", help="decode a prompt")
     _add_models(make)
     make.add_argument("--prompt", default="Once upon a time")
+    make.add_argument("--chat", action="store_true", help="the prompt is a user's message")
     make.add_argument("--max-new-tokens", type=int, default=200)
     make.add_argument("--seed", type=int, default=0)
     make.set_defaults(run=_generate)
@@ -118,9 +119,11 @@ def _generate(args: argparse.Namespace) -> None:
 
     target, drafter, settings = _models(args)
     arguments = {**settings, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
-    specjax.warmup(target, args.prompt, drafter=drafter, **arguments)  # the clock starts behind it
-    out = specjax.generate(target, args.prompt, drafter=drafter, **arguments)
-    print(args.prompt + (out.text if out.text is not None else f" {out.tokens}"))
+    prompt: Any = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+    specjax.warmup(target, prompt, drafter=drafter, **arguments)  # the clock starts behind it
+    out = specjax.generate(target, prompt, drafter=drafter, **arguments)
+    print(args.prompt, end="\n\n" if args.chat else "")
+    print(out.text if out.text is not None else f" {out.tokens}")
     facts = [f"{out.stats.new_tokens} tokens ({out.finish_reason})"]
     if out.seconds:
         facts.append(f"{(out.stats.new_tokens - 1) / out.seconds:,.0f} tokens/s")

@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 from specjax import cli
+from specjax.models import packaged
 
 
 def test_generate_prints_a_story(capsys):
@@ -14,6 +15,14 @@ def test_generate_prints_a_story(capsys):
     out, err = capsys.readouterr()
     assert out.startswith("Once upon a time, there was a little girl")
     assert "16 tokens (length)" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (packaged.cache_dir() / "smollm2-135m").is_dir(), reason="run make smollm2")
+def test_generate_answers_a_message(capsys):
+    asked = ["--prompt", "What is the capital of France?", "--max-new-tokens", "16"]
+    assert cli.main(["generate", "--target", "smollm2-135m", "--chat", *asked]) == 0
+    assert "\n\nThe capital of France is Paris." in capsys.readouterr().out
 
 
 def test_info_describes_targets_and_drafters_and_their_fit(tmp_path, capsys):
@@ -41,6 +50,7 @@ def test_info_describes_targets_and_drafters_and_their_fit(tmp_path, capsys):
     [
         (["info", "nowhere"], "nowhere is no directory"),
         (["generate", "--prompt", "x" * 4000], "exceed the 512 positions"),
+        (["generate", "--chat", "--prompt", "Hi"], "no chat template"),
         (["convert", "a.gguf"], "convert needs a directory"),
     ],
 )
