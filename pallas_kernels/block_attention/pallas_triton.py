@@ -79,9 +79,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
         capacity=capacity, rows=sizes.rows, keys=keys, round_up=_round_up,
     )  # fmt: skip
     count, rows = tiled.q.shape[2:4]
-    splits = min(
-        pl.cdiv(sizes.programs, batch * kv_heads * count), max(pl.cdiv(capacity, 4 * keys), 1)
-    )
+    splits = tiles.splits(batch * kv_heads * count, capacity, keys, sizes.programs)
 
     def spec(shape, index):  # of one split, tile and pair of batch row and head
         def place(i, s, bg):
@@ -123,17 +121,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
         compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         name="block_attention",
     )(*operands)
-    return tuple(map(untile, _merged(out[..., :true_dim], lse, q.dtype)))
-
-
-def _merged(out, lse, dtype):
-    """The splits [B, G, tiles, splits, rows, ...] as one softmax."""
-    if out.shape[3] == 1:
-        return out[:, :, :, 0], lse[:, :, :, 0]
-    total = jax.nn.logsumexp(lse, axis=3, keepdims=True)
-    weights = jnp.where(total == -jnp.inf, 0.0, jnp.exp(lse - total))
-    weights = jnp.where(lse == -jnp.inf, 0.0, weights)
-    return jnp.sum(out * weights[..., None], axis=3).astype(dtype), total[:, :, :, 0]
+    return tuple(map(untile, tiles.merged(out[..., :true_dim], lse, q.dtype)))
 
 
 def _kernel(low, high, q, ctx_k, ctx_v, start, end, *refs, scale, keys, size, capacity):

@@ -42,6 +42,7 @@ def cut(
     rows: int,
     keys: int,
     round_up: Callable[[int], int],
+    round_columns: Callable[[int], int] | None = None,
 ) -> tuple[Tiles, Callable[[jax.Array], jax.Array]]:
     """Tiles of at most `rows` query rows, and what turns [B, G, tiles, rows, ...] back.
 
@@ -49,7 +50,8 @@ def cut(
       capacity: rows of the context.
       rows: query rows of a tile; blocks are put together while their tails stay below `keys`.
       keys: rows of a context tile.
-      round_up: the smallest number of rows or columns the kernel takes for so many.
+      round_up: the smallest number of rows the kernel takes for so many.
+      round_columns: the same of columns, tail rows; None for the same function.
 
     Returns:
       The tiles, and a function to [B, G, M, ...].
@@ -63,7 +65,7 @@ def cut(
     padded_blocks = -(-blocks // together) * together
     tiles = padded_blocks // together * parts
     filled = round_up(together * part)
-    columns = round_up(together * tail) if tail else 0
+    columns = (round_columns or round_up)(together * tail) if tail else 0
 
     def by_tile(x, axis):
         lead, rest = x.shape[:axis], x.shape[axis + 1 :]
@@ -165,3 +167,21 @@ def _over_mesh(kernel, *arrays):
         axis_names=automatic,
         check_vma=False,
     )(*arrays)
+
+
+def splits(programs: int, capacity: int, keys: int, wanted: int) -> int:
+    """Into how many parts a context is cut so that `programs` become about `wanted`.
+
+    No part is cut below four tiles of `keys` rows of a full context.
+    """
+    return min(-(-wanted // programs), max(-(-capacity // (4 * keys)), 1))
+
+
+def merged(out: jax.Array, lse: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """The parts of a context [B, G, tiles, splits, rows, ...] as one softmax, `out` in `dtype`."""
+    if out.shape[3] == 1:
+        return out[:, :, :, 0], lse[:, :, :, 0]
+    total = jax.nn.logsumexp(lse, axis=3, keepdims=True)
+    weights = jnp.where(total == -jnp.inf, 0.0, jnp.exp(lse - total))
+    weights = jnp.where(lse == -jnp.inf, 0.0, weights)
+    return jnp.sum(out * weights[..., None], axis=3).astype(dtype), total[:, :, :, 0]
