@@ -1,8 +1,8 @@
-"""Block attention as one Mosaic GPU kernel for NVIDIA GPUs from Hopper on.
+"""Block attention as one Mosaic GPU kernel, for Hopper: its matrix products are `wgmma`.
 
-A tile of rows belongs to one warpgroup for each 64 of them. They walk over the same tiles of keys
+A warpgroup computes 64 rows of a tile. The warpgroups of a tile walk over the same tiles of keys
 and values, first the tile's tails, then the context tiles that some of its rows see: asynchronous
-copies bring a few tiles ahead into a ring in shared memory, and no other tile is touched. The
+copies bring them into a ring in shared memory a few tiles ahead, and no other tile is touched. The
 context range of a tile is split over programs, so that a small batch fills the chip
 (flash-decoding); their parts are merged by log-sum-exp afterwards.
 """
@@ -20,28 +20,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.block_attention import tiles, xla
 from pallas_kernels.block_attention.sizes import measured
 
-ROWS = 64  # query rows of a warpgroup: what its matrix product takes
-COLUMNS = 16  # what head dimensions and tiles of keys are multiples of
+ROWS = 64  # query rows of a warpgroup: what `wgmma` takes
+WORD = 16  # columns of the mask in one word; head dimensions are rounded up to it too
+MAX_TAIL = 1024  # rows of a tail: its mask lies in shared memory
+MATRIX, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)  # in registers
 
 
 class Sizes(NamedTuple):
-    """What may be tuned: rows of a tile, tiles held ahead, programs that share a context."""
+    """What may be tuned."""
 
-    rows: int = 64
-    keys: int = 64
-    stages: int = 2
-    programs: int = 264  # about two for each multiprocessor of a large chip
+    rows: int = 64  # of a tile of queries, at most
+    keys: int = 64  # of a tile of keys; rounded up to what the head dimension asks for
+    stages: int = 2  # tiles in the ring
+    programs: int = 264  # that share the contexts: about two for each multiprocessor
 
 
 SIZES = Sizes()
 
 
-def supports(q, ctx_k, *_) -> str | None:
+def supports(q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, *_) -> str | None:
     """Why the kernel cannot take these arrays, or None."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 and float16, not {q.dtype}, which its matrix units would round"
+        return f"takes bfloat16 and float16, not {q.dtype}: the products of Hopper would round it"
+    if tail_k.shape[2] > MAX_TAIL:
+        return f"takes tails of up to {MAX_TAIL} rows, not {tail_k.shape[2]}"
     if q.shape[-1] > 256:
         return f"takes head dimensions of up to 256, not {q.shape[-1]}"
+    device = jax.devices()[0]
+    if device.platform == "gpu" and not device.compute_capability.startswith("9."):
+        return f"takes GPUs of compute capability 9, not {device.compute_capability}"
     return None
 
 
@@ -55,64 +62,62 @@ def block_attention_pallas_gpu(*args, scale, sizes: Mapping[str, int] | None = N
     return xla.differentiable(partial(tiles.folded, call), *args, scale=scale)
 
 
-def _round_up(n, to):
+def _round_up(to, n):
     return -(-n // to) * to
 
 
-def _widen(x):
-    """The head dimension filled up with zeros; those of most models need none."""
-    more = _round_up(x.shape[-1], COLUMNS) - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+def _fill(x, axis, to):
+    """`x` filled up with zeros to a multiple of `to`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % to)
+    return jnp.pad(x, widths) if widths[axis][1] else x
+
+
+class _Plan(NamedTuple):
+    """What is static in the kernel."""
+
+    scale: float
+    keys: int
+    stages: int
+    capacity: int  # rows of the context
+    tails: int  # tiles of keys in a tail
+    parts: int  # tiles of rows that share a tail
+    kv_heads: int
 
 
 def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     batch, kv_heads, _, true_dim = q.shape
     capacity = ctx_k.shape[2]
-    q, ctx_k, ctx_v, tail_k, tail_v = map(_widen, (q, ctx_k, ctx_v, tail_k, tail_v))
-    dim, keys = q.shape[-1], sizes.keys
+    q, ctx_k, ctx_v, tail_k, tail_v = (
+        _fill(x, -1, WORD) for x in (q, ctx_k, ctx_v, tail_k, tail_v)
+    )
+    # Copies come in groups of 8 rows. The caches of a model have such a size, and are not copied.
+    ctx_k, ctx_v = _fill(ctx_k, 2, 8), _fill(ctx_v, 2, 8)
+    dim = q.shape[-1]
+    swizzle = plgpu.find_swizzle(16 * dim)
+    keys = _round_up(swizzle // 2, sizes.keys)
     tiled, untile = tiles.cut(
-        q, start, end, tail_k, tail_v, tail_mask,
-        capacity=capacity, rows=sizes.rows, keys=keys,
-        round_up=lambda n: _round_up(n, ROWS), round_columns=lambda n: _round_up(n, keys),
+        q, start, end, tail_k, tail_v, tail_mask, capacity=capacity, rows=sizes.rows, keys=keys,
+        round_up=partial(_round_up, ROWS), round_columns=partial(_round_up, keys),
     )  # fmt: skip
     count, rows = tiled.q.shape[2:4]
     warpgroups = rows // ROWS
     splits = tiles.splits(batch * kv_heads * count, capacity, keys, sizes.programs)
     tails = tiled.tail_k.shape[3] // keys
-    operands = [tiled.low, tiled.high, tiled.q, _marks(tiled)]
+    marks = _marks(tiled)
+    operands = [tiled.low, tiled.high, tiled.q, marks]
     operands += [ctx_k, ctx_v] if capacity else []
     operands += [tiled.tail_k, tiled.tail_v] if tails else []
-
-    def shared(*shape, dtype=q.dtype):  # in the order in which the matrix units read it
-        swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
-        tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
-
-    out_dtype = q.dtype if splits == 1 else jnp.dtype(jnp.float32)
-    part = next(n for n in (64, 32, 16) if dim % n == 0)
     outs = (batch, kv_heads, count, splits, rows)
+    out_dtype = q.dtype if splits == 1 else jnp.dtype(jnp.float32)
+    plan = _Plan(scale, keys, sizes.stages, capacity, tails, tiled.parts, kv_heads)
     out, lse = plgpu.kernel(
-        partial(
-            _kernel, scale=scale, keys=keys, stages=sizes.stages, capacity=capacity, tails=tails,
-            parts=tiled.parts, kv_heads=kv_heads,
-        ),  # fmt: skip
+        partial(_kernel, plan=plan),
         out_type=(
             jax.ShapeDtypeStruct((*outs, dim), out_dtype),
             jax.ShapeDtypeStruct(outs, jnp.float32),
         ),
-        scratch_types=(
-            shared(warpgroups, ROWS, dim),
-            shared(sizes.stages, keys, dim),
-            shared(sizes.stages, keys, dim),
-            shared(warpgroups, ROWS, keys),
-            shared(warpgroups, ROWS, part, dtype=out_dtype),
-            plgpu.SMEM((warpgroups, ROWS), jnp.float32),
-            plgpu.SMEM((warpgroups, operands[3].shape[2], ROWS), jnp.int32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
-            plgpu.Barrier(num_barriers=sizes.stages),
-            plgpu.Barrier(num_barriers=sizes.stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=sizes.stages),
-        ),
+        scratch_types=_scratch(plan, warpgroups, dim, swizzle, q.dtype, out_dtype, marks.shape[2]),
         grid=(count, splits, batch * kv_heads),
         grid_names=("tile", "split", "head"),
         num_threads=warpgroups,
@@ -128,134 +133,182 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
 def _marks(tiled):
     """What the rows of a tile see, [B, tiles, marks, rows] int32: start, end, bits of the mask."""
     mask = tiled.mask  # [B, masks, rows, columns]
-    repeats = tiled.q.shape[2] // max(mask.shape[1], 1)
-    bits = mask.reshape(*mask.shape[:3], -1, COLUMNS).astype(jnp.int32)
-    bits = jnp.sum(bits << jnp.arange(COLUMNS, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
-    bits = [jnp.tile(bits, (1, repeats, 1, 1))] if mask.shape[3] else []
-    return jnp.concatenate([tiled.start, tiled.end, *bits], axis=3).swapaxes(2, 3)
+    marks = [tiled.start, tiled.end]
+    if mask.shape[3]:
+        bits = mask.reshape(*mask.shape[:3], -1, WORD).astype(jnp.int32)
+        bits = bits << jax.lax.broadcasted_iota(jnp.int32, bits.shape, 4)
+        bits = jnp.sum(bits, axis=4, dtype=jnp.int32)
+        marks.append(jnp.tile(bits, (1, tiled.q.shape[2] // mask.shape[1], 1, 1)))
+    return jnp.concatenate(marks, axis=3).swapaxes(2, 3)
 
 
-def _kernel(low, high, q, marks, *refs, scale, keys, stages, capacity, tails, parts, kv_heads):
-    context, refs = (refs[:2], refs[2:]) if capacity else ((), refs)
-    tail, refs = (refs[:2], refs[2:]) if tails else ((), refs)
-    out, lse, q_tile, k_tiles, v_tiles, p_tile, out_tile, lse_tile, marks_tile, *barriers = refs
-    q_here, k_here, v_here, used = barriers
+def _scratch(plan, warpgroups, dim, swizzle, dtype, out_dtype, marks):
+    """Shared memory. What the products read has one order, in which `part` columns lie together."""
+    part = swizzle // 2
+
+    def matrix(*shape, dtype=dtype, swizzle=swizzle):
+        tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+    ring = matrix(plan.stages, plan.keys, dim)
+    arrived = plgpu.Barrier(num_barriers=plan.stages)
+    out_swizzle = plgpu.find_swizzle(8 * out_dtype.itemsize * part)
+    return {
+        "q": matrix(warpgroups, ROWS, dim),
+        "k": ring,
+        "v": ring,
+        "probs": matrix(warpgroups, ROWS, plan.keys),
+        "out_part": matrix(warpgroups, ROWS, part, dtype=out_dtype, swizzle=out_swizzle),
+        "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+        "marks": plgpu.SMEM((warpgroups, marks, ROWS), jnp.int32),
+        "rows_here": plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
+        "k_here": arrived,
+        "v_here": arrived,
+        "used": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=plan.stages),
+    }
+
+
+def _kernel(
+    low_of, high_of, q_of, marks_of, *refs, plan,
+    q, k, v, probs, out_part, lse, marks, rows_here, k_here, v_here, used,
+):  # fmt: skip
+    """What a warpgroup does. `refs`: keys and values of context and tail where they exist, outs.
+
+    Names with `_of` are the whole arrays, those of `_scratch` what the program has of them.
+    """
+    *sources, out_of, lse_of = refs
+    context = sources[:2] if plan.capacity else []
+    tail = sources[len(context) :]
     i, split, head = (jax.lax.axis_index(name) for name in ("tile", "split", "head"))
-    warpgroup, splits = jax.lax.axis_index("warpgroup"), out.shape[3]
-    b, g = jax.lax.div(head, kv_heads), jax.lax.rem(head, kv_heads)
+    warpgroup, splits = jax.lax.axis_index("warpgroup"), out_of.shape[3]
+    b, g = jax.lax.div(head, plan.kv_heads), jax.lax.rem(head, plan.kv_heads)
     rows = pl.ds(warpgroup * ROWS, ROWS)
-    each = jax.lax.div(jnp.maximum(high[b, i] - low[b, i], 0) + splits - 1, splits)
-    begin = low[b, i] + split * each
-    tails = jnp.where(split == 0, tails, 0)  # of this program
-    count = tails + jnp.maximum(jnp.minimum(begin + each, high[b, i]) - begin, 0)
+    low, high = low_of[b, i], high_of[b, i]
+    each = jax.lax.div(jnp.maximum(high - low, 0) + splits - 1, splits)
+    begin = low + split * each
+    tails = jnp.where(split == 0, plan.tails, 0)  # the first split has the tail
+    count = tails + jnp.maximum(jnp.minimum(begin + each, high) - begin, 0)
+    q, probs, out_part, lse, marks, rows_here = (
+        x.at[warpgroup] for x in (q, probs, out_part, lse, marks, rows_here)
+    )
 
     def fetch(j):
-        """Start to copy tile j of the program into its place of the ring."""
-        slot = jax.lax.rem(j, stages)
+        """Start to copy tile j of the program into the ring, if there is one."""
+        slot = jax.lax.rem(j, plan.stages)
 
-        def copy(k, v, *at):
-            plgpu.copy_gmem_to_smem(k.at[at], k_tiles.at[slot], k_here.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[at], v_tiles.at[slot], v_here.at[slot])
+        def copy(keys, values, *at):
+            plgpu.copy_gmem_to_smem(keys.at[at], k.at[slot], k_here.at[slot])
+            plgpu.copy_gmem_to_smem(values.at[at], v.at[slot], v_here.at[slot])
 
         if tail:
-
-            @pl.when(j < tails)
-            def _():
-                copy(*tail, b, g, jax.lax.div(i, parts), pl.ds(j * keys, keys))
-
+            of_tail = b, g, jax.lax.div(i, plan.parts), pl.ds(j * plan.keys, plan.keys)
+            pl.when(j < tails)(partial(copy, *tail, *of_tail))
         if context:
+            of_context = b, g, pl.ds((begin + j - tails) * plan.keys, plan.keys)
+            pl.when((tails <= j) & (j < count))(partial(copy, *context, *of_context))
 
-            @pl.when((tails <= j) & (j < count))
-            def _():
-                copy(*context, b, g, pl.ds((begin + j - tails) * keys, keys))
-
-    @pl.when(warpgroup == 0)
-    def _():
-        for j in range(stages):
-            fetch(jnp.int32(j))
-
-    plgpu.copy_gmem_to_smem(q.at[b, g, i, rows], q_tile.at[warpgroup], q_here.at[warpgroup])
-    plgpu.copy_gmem_to_smem(
-        marks.at[b, i, :, rows], marks_tile.at[warpgroup], q_here.at[warpgroup]
-    )
-    plgpu.barrier_wait(q_here.at[warpgroup])
-
-    def mark(n):
-        return plgpu.layout_cast(marks_tile[warpgroup, n], plgpu.Layout.WGMMA.reduce(1))
-
-    def across(x, columns=keys):
-        return jax.lax.broadcast_in_dim(x, (ROWS, columns), [0])
-
-    def columns():
-        return plgpu.broadcasted_iota(jnp.int32, (ROWS, keys), 1, layout=plgpu.Layout.WGMMA)
-
-    def product(a, b):
-        def run(acc):
-            plgpu.wgmma(acc, a, b)
-            return acc[...]
-
-        return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-    parts_of_dim = [pl.ds(n, out_tile.shape[2]) for n in range(0, out.shape[-1], out_tile.shape[2])]
-
-    def fold(j, state, visible):
-        """One step of the online softmax, in powers of two, over the tile in the ring."""
-        top, total, acc = state
-        slot = jax.lax.rem(j, stages)
-        plgpu.barrier_wait(k_here.at[slot])
-        scores = product(q_tile.at[warpgroup], k_tiles.at[slot].T) * (scale * math.log2(math.e))
-        scores = jnp.where(visible, scores, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # nothing seen yet: avoid inf - inf
-        probs = jnp.exp2(scores - across(safe))
-        shrink = jnp.exp2(top - safe)
-        total = total * shrink + jnp.sum(probs, axis=1)
-        p_tile[warpgroup] = probs.astype(p_tile.dtype)
-        plgpu.commit_smem()
-        plgpu.barrier_wait(v_here.at[slot])
-        acc = tuple(
-            a * across(shrink, part.size) + product(p_tile.at[warpgroup], v_tiles.at[slot, :, part])
-            for a, part in zip(acc, parts_of_dim, strict=True)
-        )
+    def step(visible, j, state):
+        slot = jax.lax.rem(j, plan.stages)
+        state = _fold(
+            state, visible(j), plan.scale, q, probs,
+            *(x.at[slot] for x in (k, v, k_here, v_here)),
+        )  # fmt: skip
         plgpu.barrier_arrive(used.at[slot])
 
         @pl.when(warpgroup == 0)
         def _():
-            plgpu.barrier_wait(used.at[slot])
-            fetch(j + stages)
+            plgpu.barrier_wait(used.at[slot])  # by every warpgroup
+            fetch(j + plan.stages)
 
-        return new_top, total, acc
+        return state
 
-    def fold_tail(j, state):
-        words = keys // COLUMNS
-        bits = across(mark(2 + j * words))
-        for n in range(1, words):
-            bits = jnp.where(columns() < n * COLUMNS, bits, across(mark(2 + j * words + n)))
-        return fold(j, state, (bits >> (columns() & (COLUMNS - 1))) & 1 != 0)
+    @pl.when(warpgroup == 0)
+    def _():
+        for j in range(plan.stages):
+            fetch(jnp.int32(j))
 
-    def fold_context(j, state):
-        slots = (begin + j - tails) * keys + columns()
-        return fold(j, state, (across(begins) <= slots) & (slots < across(ends)))
-
-    begins, ends = mark(0), jnp.minimum(mark(1), capacity)
-    nothing = mark(0).astype(jnp.float32) * 0
+    plgpu.copy_gmem_to_smem(q_of.at[b, g, i, rows], q, rows_here)
+    plgpu.copy_gmem_to_smem(marks_of.at[b, i, :, rows], marks, rows_here)
+    plgpu.barrier_wait(rows_here)
+    dim, part = q.shape[1], out_part.shape[1]
     state = (
-        nothing - jnp.inf,
-        nothing,
-        tuple(across(nothing, part.size) for part in parts_of_dim),
+        plgpu.layout_cast(jnp.full(ROWS, -jnp.inf, jnp.float32), ROW),
+        plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), ROW),
+        (plgpu.layout_cast(jnp.zeros((ROWS, part), jnp.float32), MATRIX),) * (dim // part),
     )
     if tail:
-        state = jax.lax.fori_loop(0, tails, fold_tail, state)
+        state = jax.lax.fori_loop(
+            0, tails, partial(step, partial(_tail_visible, marks, plan)), state
+        )
     if context:
-        state = jax.lax.fori_loop(tails, count, fold_context, state)
+        visible = partial(_context_visible, marks, plan, begin - tails)
+        state = jax.lax.fori_loop(tails, count, partial(step, visible), state)
     top, total, acc = state
     seen = total > 0
-    safe = jnp.where(seen, total, 1.0)
-    lse_tile[warpgroup] = jnp.where(seen, top * math.log(2) + jnp.log(safe), -jnp.inf)
-    for a, part in zip(acc, parts_of_dim, strict=True):
-        out_tile[warpgroup] = (a / across(safe, part.size)).astype(out.dtype)
+    total = jnp.where(seen, total, 1.0)
+    lse[...] = jnp.where(seen, top * math.log(2) + jnp.log(total), -jnp.inf)
+    for n, x in enumerate(acc):
+        out_part[...] = (x / _across(total, part)).astype(out_part.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile.at[warpgroup], out.at[b, g, i, split, rows, part])
-        plgpu.wait_smem_to_gmem(0)
-    plgpu.copy_smem_to_gmem(lse_tile.at[warpgroup], lse.at[b, g, i, split, rows])
+        at = out_of.at[b, g, i, split, rows, pl.ds(n * part, part)]
+        plgpu.copy_smem_to_gmem(out_part, at)
+        plgpu.wait_smem_to_gmem(0)  # before the next part, or the program's end
+    plgpu.copy_smem_to_gmem(lse, lse_of.at[b, g, i, split, rows])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _fold(state, visible, scale, q, probs, k, v, k_here, v_here):
+    """One step of the online softmax, in powers of two, over a tile of keys and values."""
+    top, total, acc = state
+    plgpu.barrier_wait(k_here)
+    scores = _product(q, k.T) * (scale * math.log2(math.e))
+    scores = jnp.where(visible, scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # nothing seen yet: avoid inf - inf
+    weights = jnp.exp2(scores - _across(safe, scores.shape[1]))
+    shrink = jnp.exp2(top - safe)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    probs[...] = weights.astype(probs.dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(v_here)
+    part = acc[0].shape[1]
+    acc = tuple(
+        x * _across(shrink, part) + _product(probs, v.at[:, pl.ds(n * part, part)])
+        for n, x in enumerate(acc)
+    )
+    return new_top, total, acc
+
+
+def _product(a, b):
+    def run(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _across(x, columns):
+    return jax.lax.broadcast_in_dim(x, (ROWS, columns), [0])
+
+
+def _mark(marks, n):
+    return plgpu.layout_cast(marks[n], ROW)
+
+
+def _columns(plan):
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, plan.keys), 1, layout=MATRIX)
+
+
+def _context_visible(marks, plan, offset, j):
+    slot = (offset + j) * plan.keys + _columns(plan)
+    start, end = _mark(marks, 0), jnp.minimum(_mark(marks, 1), plan.capacity)
+    return (_across(start, plan.keys) <= slot) & (slot < _across(end, plan.keys))
+
+
+def _tail_visible(marks, plan, j):
+    words = plan.keys // WORD
+    bits = [_across(_mark(marks, 2 + j * words + n), plan.keys) for n in range(words)]
+    word = bits[0]
+    for n in range(1, words):
+        word = jnp.where(_columns(plan) < n * WORD, word, bits[n])
+    return ((word >> (_columns(plan) & (WORD - 1))) & 1) != 0

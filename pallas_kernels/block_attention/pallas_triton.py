@@ -51,7 +51,10 @@ def block_attention_pallas_triton(*args, scale, sizes: Mapping[str, int] | None 
     `sizes` are values of `Sizes`; None takes the measured ones, or the defaults.
     """
     found = measured("pallas_triton", args[0], args[1]) if sizes is None else sizes
-    call = partial(_call, scale, SIZES._replace(**found))
+    default = SIZES
+    if args[0].dtype.itemsize * args[0].shape[-1] > 512:  # for the shared memory of an A100
+        default = SIZES._replace(keys=SIZES.keys // 2)
+    call = partial(_call, scale, default._replace(**found))
     return xla.differentiable(partial(tiles.folded, call), *args, scale=scale)
 
 
