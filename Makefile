@@ -81,7 +81,7 @@ bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, a 
 bench-train: $(PARITY)/.done  ## one training step against speculators, and the memory of ours
 	$(PARITY)/bin/python experiments/bench_train.py
 
-bench-kernels: setup  ## time block attention on the device at hand, forward, backward and in a model
+bench-kernels: setup  ## time block attention on the device at hand, forward, backward, in decoding and in training
 	$(BIN)/python experiments/bench_kernels.py
 
 clean:  ## remove the environments and everything built
