@@ -24,6 +24,7 @@ from specjax.decoding import loop
 pytest.importorskip("libtpu", reason="libtpu is not installed: make aot")
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
+TRAINED = ["blocks of 5 with 4 carried rows", "branches of 4", "train with 128 anchors"]
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v4": "v4:2x2x1"}
 
 
@@ -42,6 +43,23 @@ def test_every_shape(chips, shape, dtype):
     attend = partial(block_attention, scale=0.1, implementation="pallas_tpu")
     compiled = jax.jit(attend).lower(*on(chips.devices[0], arguments(*shape, dtype))).compile()
     assert kernels(compiled) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [SHAPES[name] for name in TRAINED], ids=TRAINED)
+def test_gradients(chips, shape, dtype):
+    """A kernel forward and two backward."""
+
+    def gradient(q, ctx_k, ctx_v, start, end, tail_k, tail_v, mask, d_out):
+        def attend(*x):
+            args = *x[:3], start, end, *x[3:], mask
+            return block_attention(*args, scale=0.1, implementation="pallas_tpu")
+
+        return jax.vjp(attend, q, ctx_k, ctx_v, tail_k, tail_v)[1](d_out)
+
+    args = arguments(*shape, dtype)
+    args = on(chips.devices[0], [*args, args[0]])
+    assert kernels(jax.jit(gradient).lower(*args).compile()) == 3
 
 
 def test_tiles_beyond_the_memory_are_refused(chips):

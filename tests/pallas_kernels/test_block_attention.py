@@ -24,7 +24,9 @@ from pallas_kernels.block_attention import (
     block_attention,
     pallas_gpu,
     pallas_tpu,
+    pallas_tpu_backward,
     pallas_triton,
+    tiles,
     xla,
 )
 from specjax.models.visibility import visibility
@@ -34,7 +36,12 @@ INTERPRETED = jax.__version_info__ >= (0, 12)
 IMPLEMENTATIONS = sorted(
     name for name in api.IMPLEMENTATIONS if INTERPRETED or name != "pallas_gpu"
 )
-CHUNKED = [name for name in IMPLEMENTATIONS if name != "reference"]
+# No platform has the Triton kernel as its default: its cases are among the slow tests.
+ALL = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "pallas_triton" else name
+    for name in IMPLEMENTATIONS
+]
+CHUNKED = [name for name in ALL if name != "reference"]
 # What an implementation takes and how near it comes, if not float32 and 1e-5.
 TAKES = {"pallas_gpu": (jnp.bfloat16, 1e-2)}
 HEADS = {"clean_target_packed": (3, 3), "draft_carried": (8, 1)}  # H, G
@@ -46,6 +53,7 @@ def small_and_interpreted(monkeypatch):
     """Chunks and tiles so small that there are several, and kernels as ordinary XLA operations."""
     monkeypatch.setattr(xla, "CHUNK", 8)
     monkeypatch.setattr(pallas_tpu, "SIZES", pallas_tpu.Sizes(rows=16, keys=8))
+    monkeypatch.setattr(pallas_tpu_backward, "SIZES", pallas_tpu_backward.Sizes(rows=16, keys=8))
     monkeypatch.setattr(pallas_triton, "SIZES", pallas_triton.Sizes(rows=16, keys=16, programs=16))
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     monkeypatch.setattr(pallas_gpu, "SIZES", pallas_gpu.Sizes(keys=16, programs=16))
@@ -110,7 +118,7 @@ def check_float64(implementation, x, seen, sees, d_out, d_lse):
         assert worst_error(got, dense(x, *sees, d_out, d_lse)) < 1e-13
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ALL)
 def test_float64_and_bfloat16(implementation):
     x, seen, sees, d_out, d_lse = problem("train_drafter", np.random.default_rng(1))
     if not implementation.startswith("pallas"):
@@ -131,10 +139,13 @@ def ranges(rng, batch, blocks, rows, capacity):
     return start.astype(np.int32), end.astype(np.int32)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("capacity", "tail"), [(0, 4), (37, 0), (0, 0), (8, 3), (9, 3), (31, 5)])
+@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize(
+    ("capacity", "tail"), [(0, 4), (37, 0), (0, 0), (8, 3), (9, 3), (31, 5), (150, 3)]
+)
 def test_sizes_and_ragged_ranges(implementation, capacity, tail):
-    """No context, no tail, one chunk exactly, a last chunk that overlaps the one before."""
+    """No context, no tail, one chunk exactly, a last chunk that overlaps the one before, and a
+    context that is split over programs."""
     rng = np.random.default_rng(capacity)
     x, d_out, d_lse = draw(rng, 2, 3, 4, 6, 2, capacity, tail)
     start, end = ranges(rng, 2, 3, 4, capacity)
@@ -146,7 +157,7 @@ def test_sizes_and_ragged_ranges(implementation, capacity, tail):
     check(implementation, x, seen, sees, d_out, d_lse)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ALL)
 @pytest.mark.parametrize("capacity", [0, 20])
 def test_rows_that_see_nothing(implementation, capacity):
     rng = np.random.default_rng(0)
@@ -160,7 +171,7 @@ def test_rows_that_see_nothing(implementation, capacity):
     assert all((np.asarray(g) == 0).all() for g in grads)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ALL)
 @pytest.mark.parametrize("name", ["draft_carried", "train_drafter", "clean_target_packed"])
 def test_dead_rows_have_no_influence(name, implementation):
     x, seen, (context, tail), d_out, d_lse = problem(name, np.random.default_rng(3))
@@ -216,7 +227,7 @@ def test_a_row_does_not_depend_on_its_neighbours_ranges(implementation):
         np.testing.assert_array_equal(got, rows[0])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ALL)
 def test_overlapping_anchors_do_not_leak(implementation):
     """Block j's gradient: exactly 0 at context rows >= anchor j and at other blocks' rows."""
     anchors, rows = [10, 12, 13, 30], 8
@@ -294,6 +305,17 @@ def test_choice_of_implementation(monkeypatch, caplog, capsys):
     assert capsys.readouterr().out == (
         "block_attention runs as 'plain'; exotic needs a device that is not here\n"
     )
+
+
+def test_a_kernel_whose_part_of_jax_is_gone():
+    gone = api._kernel("pallas_abacus")
+    assert f"is not for JAX {jax.__version__}" in gone.supports()
+
+
+def test_only_tiles_in_the_range_are_fetched():
+    low, high = jnp.int32(3), jnp.int32(6)
+    assert [int(tiles.nth(low, high, n)) for n in range(5)] == [3, 4, 5, 5, 5]
+    assert int(tiles.nth(jnp.int32(0), jnp.int32(0), 0)) == 0
 
 
 def test_what_kernels_refuse():
