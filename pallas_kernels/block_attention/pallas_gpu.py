@@ -62,17 +62,6 @@ def block_attention_pallas_gpu(*args, scale, sizes: Mapping[str, int] | None = N
     return xla.differentiable(partial(tiles.folded, call), *args, scale=scale)
 
 
-def _round_up(to, n):
-    return -(-n // to) * to
-
-
-def _fill(x, axis, to):
-    """`x` filled up with zeros to a multiple of `to`."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % to)
-    return jnp.pad(x, widths) if widths[axis][1] else x
-
-
 class _Plan(NamedTuple):
     """What is static in the kernel."""
 
@@ -89,16 +78,16 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     batch, kv_heads, _, true_dim = q.shape
     capacity = ctx_k.shape[2]
     q, ctx_k, ctx_v, tail_k, tail_v = (
-        _fill(x, -1, WORD) for x in (q, ctx_k, ctx_v, tail_k, tail_v)
+        tiles.fill(x, -1, WORD) for x in (q, ctx_k, ctx_v, tail_k, tail_v)
     )
     # Copies come in groups of 8 rows. The caches of a model have such a size, and are not copied.
-    ctx_k, ctx_v = _fill(ctx_k, 2, 8), _fill(ctx_v, 2, 8)
+    ctx_k, ctx_v = tiles.fill(ctx_k, 2, 8), tiles.fill(ctx_v, 2, 8)
     dim = q.shape[-1]
     swizzle = plgpu.find_swizzle(16 * dim)
-    keys = _round_up(swizzle // 2, sizes.keys)
+    keys = tiles.round_up(sizes.keys, swizzle // 2)
     tiled, untile = tiles.cut(
         q, start, end, tail_k, tail_v, tail_mask, capacity=capacity, rows=sizes.rows, keys=keys,
-        round_up=partial(_round_up, ROWS), round_columns=partial(_round_up, keys),
+        round_up=partial(tiles.round_up, to=ROWS), round_columns=partial(tiles.round_up, to=keys),
     )  # fmt: skip
     count, rows = tiled.q.shape[2:4]
     warpgroups = rows // ROWS

@@ -63,7 +63,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     keys = min(sizes.keys, ctx_k.shape[2])
     tiled, untile = tiles.cut(
         q, start, end, tail_k, tail_v, tail_mask,
-        capacity=capacity, rows=sizes.rows, keys=keys, round_up=lambda n: pl.cdiv(n, ROWS) * ROWS,
+        capacity=capacity, rows=sizes.rows, keys=keys, round_up=partial(tiles.round_up, to=ROWS),
     )  # fmt: skip
     batch, kv_heads, count, rows = tiled.q.shape[:4]
     most = jnp.maximum(jnp.max(tiled.high - tiled.low), 1)  # context tiles of a tile of rows

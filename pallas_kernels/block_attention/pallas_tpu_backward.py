@@ -40,14 +40,14 @@ def context_gradients(scale, q, ctx_k, ctx_v, start, end, d_out, lse, shift):
       lse, shift: [B, G, M] float32, finite; d_score = prob * (d_out . value - shift).
     """
     queries, capacity = q.shape[2], ctx_k.shape[2]
-    rows = min(SIZES.rows, _round_up(queries, LANES))
-    keys = min(SIZES.keys, _round_up(capacity, 8))
+    rows = min(SIZES.rows, tiles.round_up(queries, LANES))
+    keys = min(SIZES.keys, tiles.round_up(capacity, 8))
     if capacity < keys:
-        ctx_k, ctx_v = _fill(ctx_k, 2, keys), _fill(ctx_v, 2, keys)
-    q, d_out = _fill(q, 2, rows), _fill(d_out, 2, rows)
+        ctx_k, ctx_v = tiles.fill(ctx_k, 2, keys), tiles.fill(ctx_v, 2, keys)
+    q, d_out = tiles.fill(q, 2, rows), tiles.fill(d_out, 2, rows)
     # Rows that are filled up have the range from 0 to 0, and see nothing.
-    start, end = (_fill(x.swapaxes(2, 3), 3, rows) for x in (start, end))
-    lse, shift = (_fill(x[:, :, None], 3, rows) for x in (lse, shift))
+    start, end = (tiles.fill(x.swapaxes(2, 3), 3, rows) for x in (start, end))
+    lse, shift = (tiles.fill(x[:, :, None], 3, rows) for x in (lse, shift))
     bounds = jax.vmap(jax.vmap(lambda s, e: xla.chunk_bounds(s, e, capacity, keys)))
     low, high = bounds(*(x.reshape(x.shape[0], -1, rows) for x in (start, end)))
     low, high = low.astype(jnp.int32), jnp.maximum(low, high).astype(jnp.int32)
@@ -56,16 +56,6 @@ def context_gradients(scale, q, ctx_k, ctx_v, start, end, d_out, lse, shift):
     d_q = _row_gradients(args, rows, keys, static)
     d_k, d_v = _key_gradients(args, rows, keys, static)
     return d_q[:, :, :queries], d_k[:, :, :capacity], d_v[:, :, :capacity]
-
-
-def _round_up(n, to):
-    return -(-n // to) * to
-
-
-def _fill(x, axis, to):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % to)
-    return jnp.pad(x, widths) if widths[axis][1] else x
 
 
 def _specs(rows, keys, dim, row_tile, key_tile):

@@ -115,6 +115,17 @@ def _pad(x, axis, size):
     return jnp.pad(x, widths) if size != x.shape[axis] else x
 
 
+def round_up(n: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `n`."""
+    return -(-n // to) * to
+
+
+def fill(x: jax.Array, axis: int, to: int) -> jax.Array:
+    """`x` filled up with zeros to a multiple of `to`."""
+    axis %= x.ndim
+    return _pad(x, axis, round_up(x.shape[axis], to))
+
+
 def folded(kernel: Callable, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     """`kernel` on arguments that all have a batch axis: vmap lengthens it, a mesh divides it."""
     start, end = _for_each_row(q, start, end)
