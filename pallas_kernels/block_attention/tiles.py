@@ -220,6 +220,5 @@ def merged(out: jax.Array, lse: jax.Array, dtype) -> tuple[jax.Array, jax.Array]
     if out.shape[3] == 1:
         return out[:, :, :, 0], lse[:, :, :, 0]
     total = jax.nn.logsumexp(lse, axis=3, keepdims=True)
-    weights = jnp.where(total == -jnp.inf, 0.0, jnp.exp(lse - total))
-    weights = jnp.where(lse == -jnp.inf, 0.0, weights)
+    weights = jnp.where(total == -jnp.inf, 0.0, jnp.exp(lse - total))  # not exp(inf - inf)
     return jnp.sum(out * weights[..., None], axis=3).astype(dtype), total[:, :, :, 0]

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernel: lowered for CUDA, and under the interpreter that knows its memories."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,17 @@ def test_it_is_lowered(tile, rows, capacity, dim, dtype, monkeypatch):
     with use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device)):
         text = attend.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0"])
+def test_it_asks_for_hopper(capability, monkeypatch):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    context, bound = jnp.zeros((1, 1, 8, 16), jnp.bfloat16), jnp.zeros((1, 1, 1), jnp.int32)
+    q = tail = jnp.zeros((1, 1, 2, 1, 16), jnp.bfloat16)
+    args = q, context, context, bound, bound, tail, tail, jnp.ones((1, 1, 2, 2), bool)
+    with pytest.raises(NotImplementedError, match=f"not {capability}"):
+        block_attention(*args, scale=0.1, implementation="pallas_gpu")
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX interprets the kernel from 0.12 on")
