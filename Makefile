@@ -72,7 +72,7 @@ parity: $(PARITY)/.done  ## re-make the goldens with the published PyTorch code 
 	$(PARITY)/bin/python tests/golden/make_goldens.py --check
 	$(PARITY)/bin/python tests/golden/check_published.py
 
-aot: $(AOT)/.done  ## compile kernels, decoding and training for TPUs, on a machine without one
+aot: $(AOT)/.done  ## compile kernels, decoding and training for TPUs and GPUs, on a machine without one
 	JAX_PLATFORMS=cpu $(AOT)/bin/pytest -n 2 tests/aot
 
 bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, a round against dflash
@@ -81,7 +81,7 @@ bench-peers: smollm2 $(PARITY)/.done  ## plain decoding against transformers, a 
 bench-train: $(PARITY)/.done  ## one training step against speculators, and the memory of ours
 	$(PARITY)/bin/python experiments/bench_train.py
 
-bench-kernels: setup  ## time block attention on the device at hand, forward, backward and in a model
+bench-kernels: setup  ## time block attention on the device at hand, forward, backward, in decoding and in training
 	$(BIN)/python experiments/bench_kernels.py
 
 clean:  ## remove the environments and everything built

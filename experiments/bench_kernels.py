@@ -7,7 +7,8 @@ and write over the measured rate of a copy, and its operations over the measured
 
 parts: forward   one call
        backward  the gradient of all five arrays
-       model     decoding with stories260k and its drafter, the kernel against XLA
+       decode    generation with stories260k and its drafter, the kernels against XLA: the same text
+       train     a training step of a drafter for stories260k, likewise: the same loss and gradient
 
 A table on the screen, JSON lines in --out.
 """
@@ -19,7 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,12 @@ import numpy as np
 import specjax
 from pallas_kernels.block_attention import api, block_attention
 from pallas_kernels.problems import PROBLEMS, Problem
+from specjax.training import trainer
+from specjax.training.config import from_json
+from specjax.training.packing import Batch
+from specjax.training.run import prepare
 
-KERNEL = {"tpu": "pallas_tpu", "gpu": "pallas_triton"}  # of the platform
+KERNELS = {"tpu": ("pallas_tpu",), "gpu": ("pallas_gpu", "pallas_triton")}  # by platform
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 DENSE = 1 << 31  # bytes of a dense mask's scores that are still tried
 
@@ -61,9 +66,8 @@ def dense(backend: str | None, scale: float, *args: jax.Array) -> jax.Array:
 def arms(problem: Problem, args: tuple[jax.Array, ...], scale: float) -> dict[str, Callable]:
     """Functions of the arguments that give `out`, by name."""
     found: dict[str, Callable] = {}
-    interpreted = {*KERNEL.values()} - {KERNEL.get(jax.devices()[0].platform)}
-    for name, implementation in api.IMPLEMENTATIONS.items():
-        if name not in interpreted | {"reference"} and implementation.supports(*args) is None:
+    for name in ("xla", *KERNELS.get(jax.devices()[0].platform, ())):
+        if api.IMPLEMENTATIONS[name].supports(*args) is None:
             found[name] = partial(block_attention, scale=scale, implementation=name)
     scores = problem.batch * problem.blocks * problem.rows * problem.heads * problem.capacity
     copies = problem.batch * problem.blocks * problem.capacity * problem.kv_heads * problem.dim
@@ -174,29 +178,76 @@ def error_of(function: Callable, args: tuple, scale: float, problem: Problem) ->
     return worst
 
 
-def model(asked: argparse.Namespace) -> list:
-    """Decoding 8 stories with each implementation as the default: the same text, and times."""
-    name = KERNEL.get(jax.devices()[0].platform)
+def by_default(part: str, run: Callable[[], Any], rounds: int) -> tuple[list, list]:
+    """Times and results of `run` with each implementation that it takes as the default."""
+    lines, results = [], []
+    for name in ("xla", *KERNELS.get(jax.devices()[0].platform, ())):
+        api.default_order = lambda name=name: (name,)  # type: ignore[assignment]
+        jax.clear_caches()
+        try:
+            results.append(run())
+        except NotImplementedError as error:
+            print(f"{part}: {error}")
+            continue
+        found = timed({name: run}, rounds)
+        lines.append({"part": part, "ms": {name: 1e3 * found[name]}})
+        print(text(lines[-1]), flush=True)
+    return lines, results
+
+
+def decode(asked: argparse.Namespace) -> list:
+    """8 stories; in bfloat16 a near tie may be decided otherwise, and the text with it."""
     target = specjax.load_target("stories260k")
     drafter = specjax.load_drafter("stories260k-dflash", target)
-    lines, texts = [], {}
-    for choice in ("xla", *([name] if name else [])):
-        api.default_order = lambda choice=choice: (choice,)  # type: ignore[assignment]
-        jax.clear_caches()
-        arguments = {"drafter": drafter, "max_new_tokens": 128, "temperature": 0.0}
-        run = partial(specjax.generate, target, ["Once upon a time"] * 8, **arguments)
-        texts[choice] = run().text
-        found = timed({choice: lambda run=run: run().tokens}, max(3, asked.rounds // 3))
-        lines.append(
-            {
-                "part": "model",
-                "implementation": choice,
-                "ms": {k: 1e3 * v for k, v in found.items()},
-            }
-        )
-        print(text(lines[-1]), flush=True)
-    if len({str(value) for value in texts.values()}) > 1:
-        print("WRONG: the implementations tell different stories")
+    arguments = {"drafter": drafter, "max_new_tokens": 128, "temperature": 0.0}
+    run = partial(specjax.generate, target, ["Once upon a time"] * 8, **arguments)
+    lines, results = by_default("decode", lambda: run().text, max(3, asked.rounds // 3))
+    if any(found != results[0] for found in results):
+        print("DIFFERENT: the implementations tell different stories")
+    return lines
+
+
+def train(asked: argparse.Namespace) -> list:
+    """A step on 16 rows of 512 random tokens, 128 blocks of 8 in each."""
+    rows, length = 16, 512
+    config = from_json(
+        {
+            "name": "bench",
+            "target": "stories260k",
+            "sources": [{"name": "any", "limit": 1}],
+            "drafter": {"layers": 2, "block_size": 8, "taps": [0, 1, 3], "mask_token_id": 0},
+            "objective": {"losses": {"kl": 1.0}},
+            "row_length": length,
+            "rows": rows,
+            "anchors": 128,
+            "steps": 10,
+        }
+    )
+    setup = prepare(config)
+    optimizer = trainer.make_optimizer(config.optimizer, config.steps)
+    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    zero = jnp.zeros((rows, length), jnp.int32)
+    batch = Batch(
+        tokens=jax.random.randint(jax.random.key(0), (rows, length), 3, 512, jnp.int32),
+        positions=position,
+        start=zero,
+        document=zero + jnp.arange(rows, dtype=jnp.int32)[:, None],
+        supervised=zero == 0,
+        source=position,
+    )
+
+    @cache  # a step of its own for each default
+    def step(default: tuple[str, ...]) -> Callable:
+        return trainer.make_step(setup.plan, optimizer)
+
+    def run() -> list[float]:
+        state = trainer.fresh_state(setup.plan, optimizer)
+        _, made = step(api.default_order())(state, setup.target.params, batch, None, None)
+        return [float(made["loss"]), float(made["grad_norm"])]
+
+    lines, results = by_default("train", run, asked.rounds)
+    if not np.allclose(results, results[:1], rtol=TOLERANCE["bfloat16"]):
+        print(f"WRONG: loss and norm of the gradient are {results}")
     return lines
 
 
@@ -210,7 +261,7 @@ def text(line: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", nargs="+", default=["forward", "backward", "model"])
+    parser.add_argument("--part", nargs="+", default=["forward", "backward", "decode", "train"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--problems", nargs="+", help="parts of names; default: all")
     parser.add_argument("--rounds", type=int, default=20)
@@ -223,7 +274,8 @@ def main() -> None:
     )
     lines: list[dict[str, Any]] = []
     for part in asked.part:
-        lines += model(asked) if part == "model" else attention(part, asked, copy, products)
+        whole = {"decode": decode, "train": train}.get(part)
+        lines += whole(asked) if whole else attention(part, asked, copy, products)
     if asked.out:
         asked.out.write_text(
             "".join(json.dumps({"device": device.device_kind} | line) + "\n" for line in lines)

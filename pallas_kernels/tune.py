@@ -17,22 +17,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_attention import pallas_tpu, pallas_triton, sizes, xla
+from pallas_kernels.block_attention import sizes
+from pallas_kernels.block_attention.api import IMPLEMENTATIONS
 from pallas_kernels.problems import PROBLEMS
 
-# By platform: implementation, function, and the values of each size.
-GRIDS: dict[str, tuple[str, Callable, dict[str, tuple[int, ...]]]] = {
-    "cpu": ("xla", xla.block_attention_xla, {"chunk": (64, 128, 256, 512)}),
-    "tpu": (
-        "pallas_tpu",
-        pallas_tpu.block_attention_pallas_tpu,
-        {"rows": (64, 128, 256, 512), "keys": (128, 256, 512, 1024)},
-    ),
-    "gpu": (
-        "pallas_triton",
-        pallas_triton.block_attention_pallas_triton,
-        {"rows": (16, 32, 64, 128), "keys": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)},
-    ),
+# By platform: implementations and the values of each of their sizes.
+GRIDS: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
+    "cpu": {"xla": {"chunk": (64, 128, 256, 512)}},
+    "tpu": {"pallas_tpu": {"rows": (64, 128, 256, 512), "keys": (128, 256, 512, 1024)}},
+    "gpu": {
+        "pallas_gpu": {
+            "rows": (64, 128),
+            "keys": (64, 128),
+            "stages": (2, 3, 4),
+            "programs": (132, 264, 528),
+        },
+        "pallas_triton": {
+            "rows": (16, 32, 64, 128),
+            "keys": (32, 64, 128),
+            "warps": (4, 8),
+            "stages": (2, 3),
+        },
+    },
 }
 
 
@@ -68,7 +74,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     asked = parser.parse_args(arguments)
     device = jax.devices()[0]
-    name, function, grid = GRIDS[device.platform]
     file = sizes.file(device.device_kind)
     table = json.loads(file.read_text()) if file.exists() else {}
     for problem in PROBLEMS:
@@ -76,10 +81,12 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         for dtype in asked.dtypes:
             args = problem.arguments(jnp.dtype(dtype))
-            found = best(function, grid, args, asked.repeats)
-            print(f"{problem.name}, {dtype}: {found}", flush=True)
-            if found:
-                table.setdefault(name, {})[sizes.problem(args[0], args[1])] = found
+            for name, grid in GRIDS[device.platform].items():
+                reason = IMPLEMENTATIONS[name].supports(*args)
+                found = {} if reason else best(IMPLEMENTATIONS[name].run, grid, args, asked.repeats)
+                print(f"{problem.name}, {dtype}: {name} {reason or found}", flush=True)
+                if found:
+                    table.setdefault(name, {})[sizes.problem(args[0], args[1])] = found
     if not asked.dry_run:
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

@@ -1,5 +1,6 @@
 """The public attention op: checks its arguments and picks an implementation."""
 
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -8,7 +9,7 @@ from typing import Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_attention import pallas_tpu, pallas_triton, xla
+from pallas_kernels.block_attention import xla
 from pallas_kernels.block_attention.reference import block_attention_reference
 
 
@@ -19,17 +20,26 @@ class Implementation(NamedTuple):
     supports: Callable[..., str | None]  # (q, ..., tail_mask) -> why not, or None
 
 
+def _kernel(name: str) -> Implementation:
+    """The kernel of a file of that name; without JAX's part for it, one that tells so."""
+    try:
+        module = importlib.import_module(f"pallas_kernels.block_attention.{name}")
+    except (ImportError, AttributeError) as error:
+        reason = f"is not for JAX {jax.__version__}: {error}"
+        return Implementation(lambda *_, scale: None, lambda *_: reason)
+    return Implementation(getattr(module, f"block_attention_{name}"), module.supports)
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(block_attention_reference, lambda *_: None),
     "xla": Implementation(xla.block_attention_xla, lambda *_: None),
-    "pallas_tpu": Implementation(pallas_tpu.block_attention_pallas_tpu, pallas_tpu.supports),
-    "pallas_triton": Implementation(
-        pallas_triton.block_attention_pallas_triton, pallas_triton.supports
-    ),
+    "pallas_tpu": _kernel("pallas_tpu"),
+    "pallas_gpu": _kernel("pallas_gpu"),
+    "pallas_triton": _kernel("pallas_triton"),
 }
 
-# By platform, the fastest first; XLA runs everywhere and ends each. The Triton kernel is not among
-# them: it has been lowered and interpreted, but not run on a GPU yet.
+# By platform, the fastest first; XLA runs everywhere and ends each. The kernels for GPUs are not
+# among them: neither has run on one yet.
 DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu", "xla")}
 
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_attention import tiles, xla
+from pallas_kernels.block_attention.pallas_tpu_backward import context_gradients
 from pallas_kernels.block_attention.sizes import measured
 
 ROWS = 8  # what rows and columns are rounded up to: a register holds so many rows
@@ -42,13 +43,16 @@ def supports(q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, *_) -> str | None:
 
 
 def block_attention_pallas_tpu(*args, scale, sizes: Mapping[str, int] | None = None):
-    """The kernel, with the backward pass of XLA; returns `(out, lse)`, see `block_attention`.
+    """The kernel, and two more in its backward pass; returns `(out, lse)`, see `block_attention`.
 
     `sizes` are values of `Sizes`; None takes the measured ones, or the defaults.
     """
     found = measured("pallas_tpu", args[0], args[1]) if sizes is None else sizes
     call = partial(_call, scale, SIZES._replace(**found))
-    return xla.differentiable(partial(tiles.folded, call), *args, scale=scale)
+    gradients = partial(tiles.folded_gradients, partial(context_gradients, scale))
+    return xla.differentiable(
+        partial(tiles.folded, call), *args, scale=scale, gradients=gradients
+    )  # fmt: skip
 
 
 def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
@@ -59,7 +63,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     keys = min(sizes.keys, ctx_k.shape[2])
     tiled, untile = tiles.cut(
         q, start, end, tail_k, tail_v, tail_mask,
-        capacity=capacity, rows=sizes.rows, keys=keys, round_up=lambda n: pl.cdiv(n, ROWS) * ROWS,
+        capacity=capacity, rows=sizes.rows, keys=keys, round_up=partial(tiles.round_up, to=ROWS),
     )  # fmt: skip
     batch, kv_heads, count, rows = tiled.q.shape[:4]
     most = jnp.maximum(jnp.max(tiled.high - tiled.low), 1)  # context tiles of a tile of rows
@@ -69,7 +73,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
         return pl.BlockSpec((*[None] * lead, *shape), lambda b, g, i, *_: index(b, g, i))
 
     def context_tile(b, g, i, j, low, high):
-        return b, g, jnp.clip(low[b, i] + j, 0, jnp.maximum(high[b, i] - 1, 0)), 0
+        return b, g, tiles.nth(low[b, i], high[b, i], j), 0
 
     q_spec = spec((rows, dim), lambda b, g, i: (b, g, i, 0, 0))
     context_spec = pl.BlockSpec((None, None, keys, dim), context_tile)
@@ -92,13 +96,13 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
         partial(_kernel, scale=scale, keys=keys, capacity=capacity, has_tail=has_tail),
         out_shape=(
             jax.ShapeDtypeStruct(tiled.q.shape, q.dtype),
-            jax.ShapeDtypeStruct((*tiled.q.shape[:-1], 1), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, count, 1, rows), jnp.float32),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, kv_heads, count, most),
             in_specs=specs,
-            out_specs=(q_spec, spec((rows, 1), lambda b, g, i: (b, g, i, 0, 0))),
+            out_specs=(q_spec, spec((1, rows), lambda b, g, i: (b, g, i, 0, 0))),
             scratch_shapes=[
                 pltpu.VMEM((rows, 1), jnp.float32),
                 pltpu.VMEM((rows, 1), jnp.float32),
@@ -110,7 +114,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
         ),
         name="block_attention",
     )(tiled.low, tiled.high, *operands)
-    return untile(out), untile(lse)[..., 0]
+    return untile(out), untile(lse[:, :, :, 0])
 
 
 def _kernel(low, high, q, ctx_k, ctx_v, start, end, *refs, scale, keys, capacity, has_tail):
@@ -161,4 +165,6 @@ def _kernel(low, high, q, ctx_k, ctx_v, start, end, *refs, scale, keys, capacity
         seen = total[...] > 0
         safe = jnp.where(seen, total[...], 1.0)
         out[...] = (acc[...] / safe).astype(out.dtype)
-        lse[...] = jnp.where(seen, top[...] + jnp.log(safe), -jnp.inf)
+        column = jnp.where(seen, top[...] + jnp.log(safe), -jnp.inf)
+        # A row, along the lanes: a column would be filled up to 128 of them in HBM.
+        lse[...] = jnp.broadcast_to(column, (column.shape[0], 128)).T[:1]

@@ -51,7 +51,10 @@ def block_attention_pallas_triton(*args, scale, sizes: Mapping[str, int] | None 
     `sizes` are values of `Sizes`; None takes the measured ones, or the defaults.
     """
     found = measured("pallas_triton", args[0], args[1]) if sizes is None else sizes
-    call = partial(_call, scale, SIZES._replace(**found))
+    default = SIZES
+    if args[0].dtype.itemsize * args[0].shape[-1] > 512:  # for the shared memory of an A100
+        default = SIZES._replace(keys=SIZES.keys // 2)
+    call = partial(_call, scale, default._replace(**found))
     return xla.differentiable(partial(tiles.folded, call), *args, scale=scale)
 
 
@@ -79,9 +82,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
         capacity=capacity, rows=sizes.rows, keys=keys, round_up=_round_up,
     )  # fmt: skip
     count, rows = tiled.q.shape[2:4]
-    splits = min(
-        pl.cdiv(sizes.programs, batch * kv_heads * count), max(pl.cdiv(capacity, 4 * keys), 1)
-    )
+    splits = tiles.splits(batch * kv_heads * count, capacity, keys, sizes.programs)
 
     def spec(shape, index):  # of one split, tile and pair of batch row and head
         def place(i, s, bg):
@@ -123,17 +124,7 @@ def _call(scale, sizes, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
         compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         name="block_attention",
     )(*operands)
-    return tuple(map(untile, _merged(out[..., :true_dim], lse, q.dtype)))
-
-
-def _merged(out, lse, dtype):
-    """The splits [B, G, tiles, splits, rows, ...] as one softmax."""
-    if out.shape[3] == 1:
-        return out[:, :, :, 0], lse[:, :, :, 0]
-    total = jax.nn.logsumexp(lse, axis=3, keepdims=True)
-    weights = jnp.where(total == -jnp.inf, 0.0, jnp.exp(lse - total))
-    weights = jnp.where(lse == -jnp.inf, 0.0, weights)
-    return jnp.sum(out * weights[..., None], axis=3).astype(dtype), total[:, :, :, 0]
+    return tuple(map(untile, tiles.merged(out[..., :true_dim], lse, q.dtype)))
 
 
 def _kernel(low, high, q, ctx_k, ctx_v, start, end, *refs, scale, keys, size, capacity):

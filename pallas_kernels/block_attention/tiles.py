@@ -42,6 +42,7 @@ def cut(
     rows: int,
     keys: int,
     round_up: Callable[[int], int],
+    round_columns: Callable[[int], int] | None = None,
 ) -> tuple[Tiles, Callable[[jax.Array], jax.Array]]:
     """Tiles of at most `rows` query rows, and what turns [B, G, tiles, rows, ...] back.
 
@@ -49,7 +50,8 @@ def cut(
       capacity: rows of the context.
       rows: query rows of a tile; blocks are put together while their tails stay below `keys`.
       keys: rows of a context tile.
-      round_up: the smallest number of rows or columns the kernel takes for so many.
+      round_up: the smallest number of rows the kernel takes for so many.
+      round_columns: the same of columns, tail rows; None for the same function.
 
     Returns:
       The tiles, and a function to [B, G, M, ...].
@@ -63,7 +65,7 @@ def cut(
     padded_blocks = -(-blocks // together) * together
     tiles = padded_blocks // together * parts
     filled = round_up(together * part)
-    columns = round_up(together * tail) if tail else 0
+    columns = (round_columns or round_up)(together * tail) if tail else 0
 
     def by_tile(x, axis):
         lead, rest = x.shape[:axis], x.shape[axis + 1 :]
@@ -113,8 +115,42 @@ def _pad(x, axis, size):
     return jnp.pad(x, widths) if size != x.shape[axis] else x
 
 
+def round_up(n: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `n`."""
+    return -(-n // to) * to
+
+
+def fill(x: jax.Array, axis: int, to: int) -> jax.Array:
+    """`x` filled up with zeros to a multiple of `to`."""
+    axis %= x.ndim
+    return _pad(x, axis, round_up(x.shape[axis], to))
+
+
 def folded(kernel: Callable, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
-    """`kernel` on arguments that all have a batch axis: vmap lengthens it, a mesh divides it.
+    """`kernel` on arguments that all have a batch axis: vmap lengthens it, a mesh divides it."""
+    start, end = _for_each_row(q, start, end)
+    tail_mask = jnp.broadcast_to(tail_mask, (q.shape[0], *tail_mask.shape[1:]))
+    return _folded(
+        kernel, (1, 1, 1, None, None, 3, 3, None), (1, 1),
+        q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask,
+    )  # fmt: skip
+
+
+def folded_gradients(kernel: Callable, q, ctx_k, ctx_v, start, end, d_out, lse, shift):
+    """The same for the gradients of the context, see `xla.differentiable`."""
+    start, end = _for_each_row(q, start, end)
+    return _folded(
+        kernel, (1, 1, 1, None, None, 1, 1, 1), (1, 1, 1),
+        q, ctx_k, ctx_v, start, end, d_out, lse, shift,
+    )  # fmt: skip
+
+
+def _for_each_row(q, *bounds):
+    return (jnp.broadcast_to(x, (q.shape[0], 1, q.shape[2], 1)) for x in bounds)
+
+
+def _folded(kernel, heads_in, heads_out, *arrays):
+    """`heads_in` and `heads_out` name the axis of the key/value heads of every array, if any.
 
     vmap by itself would put a loop around a kernel whose scalars are mapped, and the compiler
     cannot divide a kernel over devices by itself.
@@ -122,7 +158,7 @@ def folded(kernel: Callable, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_m
 
     @jax.custom_batching.custom_vmap
     def call(*arrays):
-        return _over_mesh(kernel, *arrays)
+        return _over_mesh(kernel, heads_in, heads_out, *arrays)
 
     @call.def_vmap
     def _(size, mapped, *arrays):
@@ -131,15 +167,12 @@ def folded(kernel: Callable, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_m
             return x.reshape(-1, *x.shape[2:])
 
         out = call(*map(fold, arrays, mapped))
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True, True)
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
-    queries = (q.shape[0], 1, q.shape[2], 1)
-    start, end = (jnp.broadcast_to(x, queries) for x in (start, end))
-    tail_mask = jnp.broadcast_to(tail_mask, (q.shape[0], *tail_mask.shape[1:]))
-    return call(q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask)
+    return call(*arrays)
 
 
-def _over_mesh(kernel, *arrays):
+def _over_mesh(kernel, heads_in, heads_out, *arrays):
     """The kernel on each device's batch rows and heads, if the arrays live on a mesh."""
     mesh = jax.typeof(arrays[0]).sharding.mesh
     automatic = {
@@ -148,20 +181,44 @@ def _over_mesh(kernel, *arrays):
         if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
     }
     if not automatic:
-        return kernel(*arrays)
+        return tuple(kernel(*arrays))
 
     def split(axis, size):
         return axis if axis in automatic and size % mesh.shape[axis] == 0 else None
 
     batch = split("data", arrays[0].shape[0])
     heads = split("model", arrays[0].shape[1])
-    of_heads, of_batch = P(batch, heads), P(batch)
-    of_tail = P(batch, None, None, heads)
+
+    def spec(axis):
+        return P(batch) if axis is None else P(batch, *[None] * (axis - 1), heads)
+
     return jax.shard_map(
-        kernel,
+        lambda *arrays: tuple(kernel(*arrays)),
         mesh=mesh,
-        in_specs=(of_heads, of_heads, of_heads, of_batch, of_batch, of_tail, of_tail, of_batch),
-        out_specs=(of_heads, of_heads),
+        in_specs=tuple(map(spec, heads_in)),
+        out_specs=tuple(map(spec, heads_out)),
         axis_names=automatic,
         check_vma=False,
     )(*arrays)
+
+
+def nth(low, high, n):
+    """Tile low + n, or the last below `high` if there are not so many: no other is fetched."""
+    return jnp.clip(low + n, 0, jnp.maximum(high - 1, 0))
+
+
+def splits(programs: int, capacity: int, keys: int, wanted: int) -> int:
+    """Into how many parts a context is cut so that `programs` become about `wanted`.
+
+    No part is cut below four tiles of `keys` rows of a full context.
+    """
+    return min(-(-wanted // programs), max(-(-capacity // (4 * keys)), 1))
+
+
+def merged(out: jax.Array, lse: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """The parts of a context [B, G, tiles, splits, rows, ...] as one softmax, `out` in `dtype`."""
+    if out.shape[3] == 1:
+        return out[:, :, :, 0], lse[:, :, :, 0]
+    total = jax.nn.logsumexp(lse, axis=3, keepdims=True)
+    weights = jnp.where(total == -jnp.inf, 0.0, jnp.exp(lse - total))  # not exp(inf - inf)
+    return jnp.sum(out * weights[..., None], axis=3).astype(dtype), total[:, :, :, 0]

@@ -34,19 +34,21 @@ def block_attention_xla(*args, scale, sizes=None):
 
 
 def differentiable(
-    kernel, q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask, *, scale, chunk=None
-):
-    """`(out, lse)` by a forward kernel, or in chunks without one, and gradients in chunks.
+    kernel, q, ctx_k, ctx_v, ctx_start, ctx_end, tail_k, tail_v, tail_mask, *, scale, chunk=None,
+    gradients=None,
+):  # fmt: skip
+    """`(out, lse)` by a forward kernel, or in chunks without one, and their gradients.
 
     `kernel` takes the arguments with the query axes grouped, as `_forward` below, and returns out
-    [B, G, M, D] and lse [B, G, M].
+    [B, G, M, D] and lse [B, G, M]. `gradients` gives the context's part of d_q, and d_k and d_v,
+    from (q, ctx_k, ctx_v, start, end, d_out, lse, shift); without it that is done in chunks too.
     """
     batch, blocks, rows, heads, dim = q.shape
     kv_heads = ctx_k.shape[1]
     group = heads // kv_heads
     grouped = q.reshape(batch, blocks, rows, kv_heads, group, dim).transpose(0, 3, 1, 2, 4, 5)
     out, lse = _attention(
-        (scale, CHUNK if chunk is None else chunk, kernel),
+        (scale, CHUNK if chunk is None else chunk, kernel, gradients),
         grouped.reshape(batch, kv_heads, blocks * rows * group, dim),
         ctx_k,
         ctx_v,
@@ -150,7 +152,7 @@ def _attention(static, *args):
 
 def _forward(static, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
     """q [B, G, M, D], start and end [B, 1, M or 1, 1], the others as in `block_attention`."""
-    scale, chunk, kernel = static
+    scale, chunk, kernel, _ = static
     saved = q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask
     if kernel is not None:
         out, lse = kernel(*saved)
@@ -185,7 +187,7 @@ def _forward(static, q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask):
 
 
 def _backward(static, saved, cotangents):
-    scale, chunk, _ = static
+    scale, chunk, _, gradients = static
     q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask, out, lse = saved
     d_out, d_lse = cotangents
     dtype = lse.dtype
@@ -201,6 +203,10 @@ def _backward(static, saved, cotangents):
     d_q, d_tail_k, d_tail_v = _tail_gradients(
         probs_and_d_scores, q, tail_k, tail_v, tail_mask, d_out, lse, shift
     )
+
+    if gradients is not None and ctx_k.shape[2]:
+        more, d_k, d_v = gradients(q, ctx_k, ctx_v, start, end, d_out, lse, shift)
+        return (d_q + more).astype(q.dtype), d_k, d_v, None, None, d_tail_k, d_tail_v, None
 
     def body(offset, size, visible, state):
         d_q, d_k, d_v = state

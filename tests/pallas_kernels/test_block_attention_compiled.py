@@ -10,16 +10,23 @@ from attention_cases import Floats, attend, draw, worst_error
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.block_attention import block_attention, pallas_tpu, pallas_triton, xla
+from pallas_kernels.block_attention import (
+    block_attention,
+    pallas_tpu,
+    pallas_tpu_backward,
+    pallas_triton,
+    xla,
+)
 from pallas_kernels.block_attention.reference import block_attention_reference
 
-CHUNKED = ["xla", "pallas_tpu", "pallas_triton"]
+CHUNKED = ["xla", "pallas_tpu", pytest.param("pallas_triton", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
 def small_and_interpreted(monkeypatch):
     monkeypatch.setattr(xla, "CHUNK", 8)
     monkeypatch.setattr(pallas_tpu, "SIZES", pallas_tpu.Sizes(rows=16, keys=8))
+    monkeypatch.setattr(pallas_tpu_backward, "SIZES", pallas_tpu_backward.Sizes(rows=16, keys=8))
     monkeypatch.setattr(pallas_triton, "SIZES", pallas_triton.Sizes(rows=16, keys=16, programs=16))
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
 
