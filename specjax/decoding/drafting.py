@@ -159,7 +159,7 @@ class DFlash:
         hidden = hidden[:, :, config.first_slot :]  # [B, N, D, E]
         if isinstance(self.reuse, ReAnchor):
             logits = backbone.unembed(config, params, vocabulary, hidden)
-            logits = backbone.target_logits(config, params, logits)
+            logits = backbone.target_logits(params, vocabulary, logits)
             noise = self._noise(sampling, key, position, logits.shape[-1])
             return merge(
                 block, logits, self.reuse, rejected.count, self.num_draft, sampling, noise
@@ -171,7 +171,7 @@ class DFlash:
         if sampling.drafting == "greedy":
             ids = backbone.target_ids(params, argmax(logits))
             return Proposal(ids, count, hidden=kept), draft
-        logits = backbone.target_logits(config, params, logits)
+        logits = backbone.target_logits(params, vocabulary, logits)
         noise = self._noise(sampling, key, position, logits.shape[-1])
         drawn = choose(logits, sampling, noise)
         # Coupled drafts are verified by equality, which needs no law.

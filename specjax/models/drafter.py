@@ -196,7 +196,8 @@ def unembed(config: DrafterConfig, params: Params, vocabulary: Vocabulary, hidde
 
 
 def restrict(params: Params, vocabulary: Vocabulary, ids: Array) -> Params:
-    """The drafter proposing the tokens `ids` [n] only, through their rows of the target's head.
+    """The drafter proposing the tokens `ids` [n] only, through their rows of the target's head;
+    `ids` ascend.
 
     Most of a small drafter's round is the product with a large vocabulary's head; tokens that its
     training text does not hold are hardly ever accepted.
@@ -215,12 +216,13 @@ def target_ids(params: Params, ids: Array) -> Array:
     return params["target_ids"][ids] if "target_ids" in params else ids
 
 
-def target_logits(config: DrafterConfig, params: Params, logits: Array) -> Array:
+def target_logits(params: Params, vocabulary: Vocabulary, logits: Array) -> Array:
     """Logits over the drafter's vocabulary as logits [..., V] over the target's: what a reduced
     vocabulary lacks is impossible."""
     if "target_ids" not in params:
         return logits
-    nowhere = jnp.full((*logits.shape[:-1], config.vocab_size), -jnp.inf, logits.dtype)
+    words = vocabulary.embedding.shape[0]
+    nowhere = jnp.full((*logits.shape[:-1], words), -jnp.inf, logits.dtype)
     return nowhere.at[..., params["target_ids"]].set(logits)
 
 

@@ -1,8 +1,9 @@
 """One table per network: it drives random init, sharding, loading, saving and counting.
 
 A table is a nested dict (and lists, for layers) of `Param`; parameters are the same nesting of
-arrays. Matrices that multiply activations are held as [in, out] and published as [out, in]: a few
-rows times [in, out] is up to 1.5 times as fast on CPUs (experiments/LOG.md), and one row no slower.
+arrays. Matrices of layers are held as [in, out] and published as [out, in]: a few rows times [in,
+out] is 1.5 times as fast on one CPU and about equal on another (experiments/LOG.md). Embedding and
+head stay [V, E].
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A trained drafter as a directory that other engines load, with a model card.
 
 Two layouts: z-lab's (DeepSpec's where the anchor's slot predicts), which the package `dflash`,
-vLLM and SGLang read, and that of the package `speculators`. Neither holds the target's embedding
-or head.
+vLLM and SGLang read, and that of the package `speculators`. Neither holds the target's embedding or
+head, but for the rows of a reduced vocabulary in the latter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def export(
     target: hub.Target | None = None,
     verifier: str | None = None,
 ) -> None:
-    """Writes config.json, model.safetensors and README.md, whole or not at all.
+    """Writes config.json, model.safetensors and README.md, whole or not at all; in z-lab's layout
+    draft_ids.json too where the drafter proposes some tokens only, which other readers ignore.
 
     Args:
       drafter: what to write; its name heads the card.
@@ -104,14 +105,13 @@ def model_card(
         _front_matter(card),
         f"# {_short(name)}",
         f"A block-diffusion drafter (DFlash, arXiv 2602.06036) for {whose}, for speculative "
-        "decoding: it changes how fast the target's text comes, not the text. It holds neither "
-        "embedding nor head: both are the target's, which must be the very model it was trained "
-        "for.",
+        "decoding: it changes how fast the target's text comes, not the text. Its embedding and "
+        "head are the target's, which must be the very model it was trained for.",
         _shapes(config, dtype, ids),
     ]
     if report:
         sections += ["## Figures", _figures(report)]
-    sections += ["## Use", _usage(config, layout, target)]
+    sections += ["## Use", _usage(config, layout, target, ids)]
     made = [str(card["data"])] if card.get("data") else []
     if card.get("command"):
         made.append(f"Made by\n\n    {card['command']}")
@@ -168,7 +168,7 @@ def _speculators(
         if (np.diff(ids) <= 0).any():  # readers cut the target's head by the mask t2d, in id order
             raise ValueError("target_ids of a reduced vocabulary must ascend to be written")
         config = dataclasses.replace(config, draft_vocab_size=ids.size)
-        member = np.isin(np.arange(config.vocab_size), ids)
+        member = np.isin(np.arange(target.config.vocab_size), ids)
         maps = {"d2t": ids - np.arange(ids.size), "t2d": member}
     architectures = read_json(target.directory / "config.json").get("architectures") or []
     written = drafter_hf.config_to_speculators(
@@ -246,7 +246,7 @@ def _figure_row(run: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _usage(config: DrafterConfig, layout: Format, target: str) -> str:
+def _usage(config: DrafterConfig, layout: Format, target: str, ids: Any) -> str:
     lines = [
         "    import specjax",
         "",
@@ -260,6 +260,11 @@ def _usage(config: DrafterConfig, layout: Format, target: str) -> str:
         also = "The files are in z-lab's layout: `dflash.DFlashDraftModel` reads them too."
     else:
         also = "The files are in DeepSpec's layout: the anchor's slot predicts too."
+    if ids is not None and layout == "z-lab":
+        also += (
+            " Other readers do not know draft_ids.json and propose any token: the text is the "
+            "same, but not always the rounds."
+        )
     return "\n".join(lines) + f"\n\n{also}"
 
 

@@ -165,14 +165,18 @@ def walk(
         raise ValueError(f"the answers were prepared with {answers.target.name}, loaded elsewhere")
     if answers.taps != config.taps:
         raise ValueError(f"the answers have features of {answers.taps}, not of {config.taps}")
-    dtype = target.params["embed"].dtype
-    params = jax.tree.map(
-        lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
-    )
     vocabulary = networks.vocabulary(target.params)
     network = DFlash(config, drafts, config.reuse)
-    stats = rounds(network, params, vocabulary, answers, progress=progress)
+    stats = rounds(network, in_dtype_of(target, params), vocabulary, answers, progress=progress)
     return summary(stats) | {"answers": len(stats), "num_draft": drafts}
+
+
+def in_dtype_of(target: hub.Target, params: Params) -> Params:
+    """A drafter's parameters in the dtype of its target; token ids stay what they are."""
+    dtype = target.params["embed"].dtype
+    return jax.tree.map(
+        lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
+    )
 
 
 def rounds(

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from specjax import evaluation
@@ -29,8 +28,7 @@ def measured(
       The keys of `evaluation.evaluate` for the fastest greedy run (or the fastest one), with all
       of them as `runs` and the figures of `heldout.walk` as `walk`.
     """
-    dtype = target.params["embed"].dtype
-    params = jax.tree.map(lambda p: p.astype(dtype), made.params)
+    params = heldout.in_dtype_of(target, made.params)
     drafter = Drafter(made.name, made.directory, made.config, params)
     alone = replace(made.config, reuse=None)
     walked = heldout.walk(target, alone, params, held, progress=_bar("walking", progress))

@@ -260,7 +260,9 @@ def _train(
             bar.update()
             last, tau = step == config.steps, None
             if some is not None and (last or (every and step % every == 0)):
-                walked = heldout.walk(setup.target, alone, state.params, some)
+                walked = heldout.walk(
+                    setup.target, alone, _proposing(setup, rows, state.params), some
+                )
                 tau = walked["tau"]
                 log.write("walks", step, walked)
             if last or tau is not None or step % config.checkpoint_every == 0:
@@ -311,7 +313,12 @@ def _rows(setup: Setup, text: Text) -> jax.Array | None:
         return None
     V = setup.target.config.vocab_size
     ids = np.unique(np.concatenate([one.occurring(V) for one in text.documents]))
-    return jnp.asarray(ids, jnp.int32)
+    return None if len(ids) == V else jnp.asarray(ids, jnp.int32)
+
+
+def _proposing(setup: Setup, rows: jax.Array | None, params: Params) -> Params:
+    """The parameters of a drafter that proposes the tokens `rows` only."""
+    return params if rows is None else restrict(params, vocabulary(setup.target.params), rows)
 
 
 def _cache(setup: Setup, text: Text, progress: bool) -> FeatureCache | None:
@@ -336,9 +343,7 @@ def _finish(
     config, folder = setup.config, setup.folder / "drafter"
     # What is measured is what is written.
     written = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), state.params)
-    ids = _rows(setup, text)
-    if ids is not None:
-        written = restrict(written, vocabulary(setup.target.params), ids)
+    written = _proposing(setup, _rows(setup, text), written)
     made = Drafter(config.name, folder, setup.network, written)
     found: dict[str, Any] = {
         "name": config.name,

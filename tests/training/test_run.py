@@ -16,7 +16,7 @@ import tiny
 
 import specjax
 from specjax.models import hub
-from specjax.training import run
+from specjax.training import data, run
 from specjax.training.checkpoint import Checkpoints
 from specjax.training.config import from_json
 from specjax.training.dryrun import estimate
@@ -214,8 +214,19 @@ def test_a_drafter_can_be_trained_further(whole, tmp_path):
     start = str(folder / "small" / "drafter")
     answers = str(folder / "small" / "answers" / "stories")
     source = STORIES["sources"][0] | {"answers": answers}
-    fit(tmp_path, drafter=None, init_from=start, sources=[source], vocabulary="data")
+    report = fit(
+        tmp_path, drafter=None, init_from=start, sources=[source], vocabulary="data", heldout=HELD
+    )
     assert metrics(tmp_path)[0]["loss"] < metrics(folder)[0]["loss"]
+    assert report["violations"] == 0
+    made = hub.load_drafter(tmp_path / "small" / "drafter", hub.load_target("stories260k"))
+    proposed = made.params["target_ids"]  # what occurs in the answers, and nothing else
+    texts = data.load(answers)
+    np.testing.assert_array_equal(proposed, texts.occurring(made.config.vocab_size))
+    again = {"drafter": None, "init_from": str(made.directory), "sources": [source]}
+    fit(tmp_path, name="again", **again)  # its weights alone are taken
+    other = hub.load_drafter(tmp_path / "again" / "drafter", hub.load_target("stories260k"))
+    assert "target_ids" not in other.params
 
 
 def test_blocks_may_grow_and_runs_share_a_cache(whole, tmp_path):
