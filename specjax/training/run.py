@@ -225,7 +225,7 @@ def _text(setup: Setup, progress: bool) -> Text:
     weighted = list(zip(documents, weights, strict=True))
     packing = Packing(weighted, config.row_length, config.rows, config.seed)
     if progress:
-        print(_packed(packing), file=sys.stderr)
+        print(packing, file=sys.stderr)
     return Text(documents, packing, held)
 
 
@@ -361,15 +361,6 @@ def _finish(
 
 
 # ---------------------------------------------------------------------------------------- parts
-def _packed(packing: Packing) -> str:
-    text = f"{len(packing.tokens):,} tokens in {packing.packed:,} rows, {packing.fill:.0%} full"
-    if packing.cut:
-        text += f"; {packing.cut} documents are longer than a row and lose their end"
-    if packing.dropped:
-        text += f"; {packing.dropped} of them lose all of their answer and are left out"
-    return text
-
-
 def _compute(config: TrainConfig) -> str:
     if config.compute != "auto":
         return config.compute
