@@ -209,7 +209,11 @@ class Head(Protocol):
 
 
 class Drafter(Protocol):
-    """A frozen dataclass that is also its JSON config."""
+    """A frozen dataclass that is also its JSON config.
+
+    One whose drawn drafts come with their law may say so by `hands_law = True`, for which
+    `generate(verify="auto")` looks.
+    """
 
     @property
     def num_draft(self) -> int:

@@ -142,7 +142,11 @@ def main():
     target = specjax.load_target(args.target)
     drafter = specjax.load_drafter(args.drafter, target)
     prompts = first_turns(target, evaluation.read_prompts(args.prompts, args.limit))
-    settings = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
+    settings = {
+        "temperature": args.temperature,
+        "verify": "match",
+        "max_new_tokens": args.max_new_tokens,
+    }
     found = vars(args) | {"block": drafter.config.block_size}
     found |= measure(target, drafter, prompts, settings)
     with open(HERE / "ceiling.jsonl", "a", encoding="utf-8") as file:

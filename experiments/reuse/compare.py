@@ -71,6 +71,7 @@ def main():
     for temperature in args.temperatures:
         settings = {
             "temperature": temperature,
+            "verify": "match",
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
         }

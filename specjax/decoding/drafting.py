@@ -25,6 +25,7 @@ class Plain:
     num_draft = 0
     taps: ClassVar[tuple[int, ...]] = ()
     keeps: ClassVar[frozenset[str]] = frozenset()
+    hands_law: ClassVar[bool] = False
 
     def init(self, batch: int, capacity: int, dtype: Any) -> Any:
         """No state."""
@@ -109,6 +110,7 @@ class DFlash:
     config: DrafterConfig
     num_draft: int
     reuse: Reuse | None = None
+    hands_law: ClassVar[bool] = True  # of the drafts that it draws: `verify="auto"` asks for it
 
     def __post_init__(self) -> None:
         if isinstance(self.reuse, ReAnchor):

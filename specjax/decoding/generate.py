@@ -84,7 +84,8 @@ def generate(
       seed: of the noise; a prompt's noise depends on the seed and its index in the call.
       num_draft: drafts verified per round, by default all that the drafter makes. "auto" times
         rounds once per shape, follows the acceptance, and decodes plainly where that is faster.
-      verify: a verification rule, or "auto".
+      verify: a verification rule, or "auto": block verification where drafts are drawn, match
+        where they are the likeliest tokens or num_draft is "auto"; `stats` says which.
       reuse: how the states of rejected drafts are used: by default as the drafter was trained;
         "off"; "reanchor" (or a `ReAnchor`), which every block drafter can; or the name of the
         method that it was trained for.
@@ -196,7 +197,7 @@ def _prepare(
     network, weights = request.network(target, drafter, fixed, longest, reuse)
     stops = request.stop_strings(target, stop, stream)
     values = request.sampling_values(target, temperature, top_k, top_p, len(ids))
-    rule, drafting = request.rule(verify, values["temperature"])
+    rule, drafting = request.rule(verify, values["temperature"], network, steady=not auto)
     # Refuses bad values before anything runs; the groups make their own.
     make_sampling(**values, batch=len(ids), vocab_size=target.config.vocab_size, drafting=drafting)
     call = _Call(
@@ -213,7 +214,7 @@ def _prepare(
         else None,
     )
     rows = [
-        Row(i, row, limit, PromptStats(len(row)), _text_stream(target, row, stops))
+        Row(i, row, limit, PromptStats(len(row), rule=rule), _text_stream(target, row, stops))
         for i, (row, limit) in enumerate(zip(ids, limits, strict=True))
     ]
     return call, rows, single

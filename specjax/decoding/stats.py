@@ -14,7 +14,8 @@ class PromptStats:
 
     The first new token comes from the prefill and belongs to no round, so that
     `sum(emitted) + 1 == new_tokens`. `accepted` counts drafts as verification saw them; `emitted`
-    is what remained after stops and limits, the bonus token included.
+    is what remained after stops and limits, the bonus token included. `rule` is the verification
+    rule that ran.
     """
 
     prompt_tokens: int
@@ -22,6 +23,7 @@ class PromptStats:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
+    rule: str = "match"
 
     @property
     def rounds(self) -> int:

@@ -220,7 +220,15 @@ def _figures(report: Mapping[str, Any]) -> str:
             f"Greedy acceptance length on held-out text, teacher-forced over {walk['answers']} "
             f"answers: **{walk['tau']:.3f}** tokens a round. Accepted by slot: {slots}."
         )
-    head = ["temperature", "drafts", "acceptance length", "tokens/s", "plain tokens/s", "speed-up"]
+    head = [
+        "temperature",
+        "rule",
+        "drafts",
+        "acceptance length",
+        "tokens/s",
+        "plain tokens/s",
+        "speed-up",
+    ]
     rows = [_figure_row(run) for run in report.get("runs") or [report] if "tau" in run]
     if rows:
         parts.append(_table(head, rows))
@@ -238,6 +246,7 @@ def _figure_row(run: Mapping[str, Any]) -> list[str]:
 
     return [
         str((run.get("asked") or {}).get("temperature", 0)),
+        str((run.get("settings") or {}).get("rule", "-")),
         str((run.get("settings") or {}).get("num_draft", "-")),
         shown(run.get("tau"), 3),
         shown(run.get("tokens_per_s"), 1),

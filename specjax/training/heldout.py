@@ -29,7 +29,7 @@ from specjax.models.hub import Target
 from specjax.models.target import TargetConfig
 from specjax.training.data import Documents
 from specjax.training.features import CHUNK
-from specjax.training.identity import fingerprint
+from specjax.training.identity import check_answers
 from specjax.types import Array, KVCache, Params, Sampling, Vocabulary
 
 ROWS = 8  # answers of one batch
@@ -236,11 +236,7 @@ def _check_greedy(target: Target, manifest: Mapping[str, Any]) -> None:
             f"the answers were drawn at temperature {manifest['temperature']}: a walk is exact for "
             "greedy ones only; make answers at temperature 0"
         )
-    if "fingerprint" in manifest and manifest["fingerprint"] != (own := fingerprint(target)):
-        raise ValueError(
-            f"the answers are those of the target {manifest['fingerprint']}, not of {target.name} "
-            f"({own}): walk them with theirs, or let this one answer the prompts"
-        )
+    check_answers(target, manifest)
 
 
 def _check_positions(network: Any, batch: Texts) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -35,6 +36,15 @@ def fingerprint(target: Target) -> str:
         "tensors": {name: np.asarray(value).tolist() for name, value in sorted(sums.items())},
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_answers(target: Target, manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError for answers that another target gave; hand-made ones do not say."""
+    if "fingerprint" in manifest and manifest["fingerprint"] != (own := fingerprint(target)):
+        raise ValueError(
+            f"the answers are those of the target {manifest['fingerprint']}, not of {target.name} "
+            f"({own}): measure them with theirs, or let this one answer the prompts"
+        )
 
 
 @jax.jit

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.training.acceptance import LEAST, log_ratios, running
 from specjax.types import Array
 
 if TYPE_CHECKING:
     from specjax.training.objectives import Objective
-
-LEAST = -80.0  # of a logarithm in a loss: below it nothing is learned, and nothing overflows
 
 
 class Scores(NamedTuple):
@@ -123,7 +122,7 @@ def bv_linear(objective: Objective, scores: Scores) -> Array:
 
 def bv_cheap(objective: Objective, scores: Scores) -> Array:
     """-mean_i min(1, R_1, ..., R_i): the same mean from the labels alone, with more variance."""
-    _, low = _acceptance(scores)
+    _, low = running(_log_ratio(scores))
     return _of_block(scores, -_mean(scores, jnp.exp(low)))
 
 
@@ -142,6 +141,7 @@ LOSSES: Mapping[str, Callable[[Objective, Scores], Array]] = {
     "bv_cheap": bv_cheap,
 }
 READ_TARGET = frozenset(LOSSES) - {"ce", "focal", "chain"}
+OF_SAMPLES = frozenset({"token", "bv", "bv_linear", "bv_cheap"})  # take the text as drawn from p
 
 
 # ------------------------------------------------------------------------------------- weights
@@ -191,28 +191,19 @@ def _overlap(scores: Scores) -> Array:
 
 
 def _log_ratio(scores: Scores) -> Array:
-    """log r_k = log q(x_k) - log p(x_k), [n, K]; 0 without a label.
-
-    Text that the target could not have written (p = 0, recorded at other settings) is taken as
-    certain, so that it teaches nothing but its own probability.
-    """
+    """log r_k of the labels, [n, K]; 0 without one."""
     assert scores.target_label is not None
-    known = jnp.where(jnp.isfinite(scores.target_label), scores.target_label, 0.0)
-    return jnp.where(scores.mask, jnp.maximum(scores.label, LEAST) - known, 0.0)
-
-
-def _acceptance(scores: Scores) -> tuple[Array, Array]:
-    """log R_i and log a_i = min(0, log R_1, ..., log R_i), [n, K]: block verification keeps the
-    first i tokens of a recorded text with the chance a_i."""
-    log_ratio = jnp.cumsum(_log_ratio(scores), axis=-1)
-    return log_ratio, jnp.minimum(jax.lax.cummin(log_ratio, axis=1), 0.0)
+    return log_ratios(scores.label, scores.target_label, scores.mask)
 
 
 def _log_kept(scores: Scores) -> Array:
     """log s_i, s_i = sum_v min(a_{i-1} p_i(v), R_{i-1} q_i(v)), [n, K]: the mean of a_i over the
     token of slot i."""
-    ratio, low = (jnp.pad(x[:, :-1], ((0, 0), (1, 0)))[..., None] for x in _acceptance(scores))
-    return jax.nn.logsumexp(jnp.minimum(low + _target(scores), ratio + scores.log_q), axis=-1)
+    ratio, low = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in running(_log_ratio(scores)))
+    # The prefix was proposed too rarely by this factor, at least 1: so much may q_i lack.
+    slack = (ratio - low)[..., None]
+    shared = jnp.sum(jnp.exp(jnp.minimum(_target(scores), slack + scores.log_q)), axis=-1)
+    return low + jnp.log(jnp.maximum(shared, jnp.exp(LEAST)))
 
 
 def _mean(scores: Scores, values: Array) -> Array:

@@ -12,6 +12,7 @@ computed twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from flax import struct
 from specjax.models import drafter, target
 from specjax.models.drafter import DrafterConfig
 from specjax.training.blocks import Labels
-from specjax.training.losses import DECAYING, LOSSES, READ_TARGET, WEIGHTS, Scores
+from specjax.training.losses import DECAYING, LOSSES, OF_SAMPLES, READ_TARGET, WEIGHTS, Scores
 from specjax.types import Array, Params, Vocabulary
 
 # Decay of the exponential weights by block size (DFlash, arXiv 2602.06036).
@@ -40,6 +41,7 @@ class Objective:
       weights: a name in `WEIGHTS`.
       gamma: decay of "exponential" and "vat"; None: 7, 5, 4 for blocks of 16, 10, 8.
       alpha: smoothing of "dpace", 0 to 1.
+      temperature: of both laws, that of verification.
 
     Raises:
       ValueError: an unknown name or a number out of range.
@@ -49,6 +51,7 @@ class Objective:
     weights: str = "exponential"
     gamma: float | None = None
     alpha: float = 0.5
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         for name, _ in self.losses:
@@ -64,11 +67,40 @@ class Objective:
             raise ValueError(f"gamma must be positive, not {self.gamma}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be positive and finite, not {self.temperature}: for "
+                "verification at 0 take the loss chain over greedy text"
+            )
 
     @property
     def needs_target(self) -> bool:
         """Whether a loss reads the target's distribution."""
         return any(name in READ_TARGET for name, _ in self.losses)
+
+    def misread(self, temperature: float, top_k: int = 0, top_p: float = 1.0) -> str | None:
+        """What follows where text was recorded at these settings; None where all is as assumed.
+
+        Losses that weigh a text by R_i are expectations over text that the target draws at the
+        temperature of verification, from its whole law.
+        """
+        names = ", ".join(name for name, _ in self.losses if name in OF_SAMPLES)
+        if not names or (temperature, top_k, top_p) == (self.temperature, 0, 1.0):
+            return None
+        if temperature == 0:
+            return (
+                f"recorded greedily, and {names} takes text as drawn at temperature "
+                f"{self.temperature:g}: it matches no verifier. Under greedy verification every "
+                "rule accepts what the loss chain counts: take it, or record the text at "
+                f"temperature {self.temperature:g}"
+            )
+        filters = "" if (top_k, top_p) == (0, 1.0) else f", top_k {top_k}, top_p {top_p:g}"
+        return (
+            f"recorded at temperature {temperature:g}{filters}, and {names} takes text as drawn at "
+            f"temperature {self.temperature:g} without filters: likely texts count too much, and "
+            "the mean is no longer what a rule accepts. Record the text so, or set "
+            "objective.temperature to what the text has"
+        )
 
     def decay(self, block_size: int) -> float:
         """Gamma for blocks of this size; ValueError where it has no default."""
@@ -233,14 +265,15 @@ def _chunk_sums(
     K, E = hidden.shape[2:]
     mask, tokens = mask.reshape(-1, K), tokens.reshape(-1, K)
     vocabulary = Vocabulary(head, head)
-    logits = drafter.unembed(config, {}, vocabulary, hidden.reshape(-1, K, E))  # [n, K, V']
+    heat = objective.temperature
+    logits = drafter.unembed(config, {}, vocabulary, hidden.reshape(-1, K, E)) / heat  # [n, K, V']
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     chosen = _logit_of(logits, tokens)
     log_p = target_label = None
     if teacher is not None:
         states = jax.lax.stop_gradient(teacher).reshape(-1, K, E)
-        log_p = jax.nn.log_softmax(target.unembed(vocabulary, states), axis=-1)
+        log_p = jax.nn.log_softmax(target.unembed(vocabulary, states) / heat, axis=-1)
         target_label = _logit_of(log_p, tokens)
     hit = mask & (chosen == top)  # argmax costs a pass; ties are no matter
     scores = Scores(

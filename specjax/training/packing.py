@@ -100,6 +100,14 @@ class Packing:
             )
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # epoch, its rows
 
+    def __str__(self) -> str:
+        text = f"{len(self.tokens):,} tokens in {self.packed:,} rows, {self.fill:.0%} full"
+        if self.cut:
+            text += f"; {self.cut} documents are longer than a row and lose their end"
+        if self.dropped:
+            text += f"; {self.dropped} of them lose all of their answer and are left out"
+        return text
+
     @property
     def steps_per_epoch(self) -> int:
         """Steps until every row has been seen."""

@@ -2,7 +2,7 @@
 
 config.json      the whole configuration, defaults written out
 answers/<name>/  what the target answered to a source's prompts
-heldout/         its greedy answers to prompts that are not trained on
+heldout/         its greedy answers to prompts that are not trained on; heldout-1/: at temperature 1
 features/        its states of the training text, where they are cached
 checkpoints/     parameters and optimizer, to go on from
 metrics.jsonl    a line per step;  walks.jsonl  a line per held-out walk
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,6 +136,8 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         raise ImportError("tensorboard needs tensorboardX: pip install tensorboardX")
     for source in config.sources:
         prompts_of(source)
+        if misread := config.objective.misread(source.temperature, source.top_k, source.top_p):
+            warnings.warn(f"source {source.name!r}: {misread}", stacklevel=2)
     mesh = _mesh(config)
     target = load_target(config.target, dtype=_compute(config), mesh=mesh)
     start = None
@@ -222,7 +225,7 @@ def _text(setup: Setup, progress: bool) -> Text:
     weighted = list(zip(documents, weights, strict=True))
     packing = Packing(weighted, config.row_length, config.rows, config.seed)
     if progress:
-        print(_packed(packing), file=sys.stderr)
+        print(packing, file=sys.stderr)
     return Text(documents, packing, held)
 
 
@@ -354,7 +357,8 @@ def _finish(
         "documents_left_out": text.packing.dropped,
     }
     if text.held is not None and config.heldout is not None:
-        found = report.measured(setup.target, made, config.heldout, text.held, progress) | found
+        asked = config.heldout, text.held, setup.folder, progress
+        found = report.measured(setup.target, made, *asked) | found
     plots.curves(setup.folder)
     write_json(setup.folder / "report.json", found)
     export.replace(made, folder, target=setup.target, card=report.card(config, found))
@@ -362,15 +366,6 @@ def _finish(
 
 
 # ---------------------------------------------------------------------------------------- parts
-def _packed(packing: Packing) -> str:
-    text = f"{len(packing.tokens):,} tokens in {packing.packed:,} rows, {packing.fill:.0%} full"
-    if packing.cut:
-        text += f"; {packing.cut} documents are longer than a row and lose their end"
-    if packing.dropped:
-        text += f"; {packing.dropped} of them lose all of their answer and are left out"
-    return text
-
-
 def _compute(config: TrainConfig) -> str:
     if config.compute != "auto":
         return config.compute

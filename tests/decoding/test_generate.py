@@ -8,6 +8,8 @@ import pytest
 import tiny
 
 import specjax
+from specjax.decoding import request
+from specjax.decoding.drafting import DFlash, Plain
 from specjax.models import hub, packaged
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -76,6 +78,27 @@ def test_the_last_position_is_used_and_no_more(tmp_path):  # case B9
     assert len(specjax.generate(target, prompt, max_new_tokens=4).tokens) == 4
     with pytest.raises(ValueError, match=r"prompt of 60 tokens and max_new_tokens 5.*64 positions"):
         specjax.generate(target, prompt, max_new_tokens=5)
+
+
+def test_auto_takes_the_rule_that_keeps_most_of_such_drafts(stories):
+    drafter = specjax.load_drafter("stories260k-dflash", stories)
+    block, lookup = DFlash(drafter.config, 7), specjax.NGram()
+    warm, cold, mixed = np.ones(2), np.zeros(2), np.array([0.0, 0.7])
+    for network, heat, steady, want in [
+        (block, warm, True, ("block", "independent")),
+        (block, mixed, True, ("block", "independent")),
+        (block, cold, True, ("match", "greedy")),
+        (block, warm, False, ("match", "coupled")),  # its rounds follow the clock
+        (lookup, warm, True, ("match", "coupled")),
+        (Plain(), warm, True, ("match", "coupled")),
+        (object(), warm, True, ("match", "coupled")),
+    ]:
+        assert request.rule("auto", heat, network, steady) == want
+    settings = {"drafter": drafter, "max_new_tokens": 60, "temperature": 1.0, "eos_token_id": []}
+    out = specjax.generate(stories, "The dog", **settings)
+    again = specjax.generate(stories, "The dog", verify="block", **settings)
+    assert out.stats.rule == out.settings["rule"] == "block"
+    assert out.tokens == again.tokens
 
 
 @pytest.mark.parametrize(

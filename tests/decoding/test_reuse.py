@@ -26,9 +26,9 @@ METHODS = {
 }
 SETTINGS = {
     "greedy": {"temperature": 0},
-    "coupled": {"temperature": 0.8, "seed": 3},
+    "coupled": {"temperature": 0.8, "seed": 3, "verify": "match"},
     "independent": {"temperature": 1.0, "seed": 5, "verify": "match-independent"},
-    "filtered": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 7},
+    "filtered": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 7, "verify": "match"},
     "token": {"temperature": 0, "verify": "token"},
 }
 

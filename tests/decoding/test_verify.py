@@ -424,6 +424,16 @@ def test_corners_of_one_slot(rule):
     np.testing.assert_array_equal(law, p[0])
 
 
+@pytest.mark.parametrize("rule", [verify.token, verify.block])
+def test_drafts_from_the_target_s_own_law_are_all_accepted(rule):
+    p = random_laws(np.random.default_rng(0), (50, W, V))
+    tokens = np.random.default_rng(1).integers(0, V, (50, K)).astype(np.int32)
+    last = np.full((50, K), BELOW_ONE)
+    accepted, law = compiled(rule)(p, p[:, :K], tokens, np.full(50, K, np.int32), last)
+    assert (np.asarray(accepted) == K).all()
+    np.testing.assert_array_equal(law, p[:, K])
+
+
 def test_with_one_hot_laws_all_rules_accept_alike():
     """Argmax drafts, with and without their one-hot law, and a target at temperature 0."""
     p, q = (random_table(np.random.default_rng(seed), 3) for seed in (3, 4))

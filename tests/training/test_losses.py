@@ -136,6 +136,21 @@ def test_limits_of_bv():
     assert values == sorted(values, reverse=True)
 
 
+def test_equal_laws_have_nothing_to_learn():
+    for name in ("kl", "reverse_kl", "tv", "lk", "lk_hybrid", "bv"):
+        np.testing.assert_allclose(slots(name, np.log(P), P, X), 0, atol=1e-6)
+    for name in ("token", "bv_linear", "bv_cheap"):
+        assert block(name, np.log(P), P, X) == near(-1)
+
+
+def test_for_a_single_slot_all_rules_count_the_overlap():
+    one = np.log(Q[:1]), P[:1], X[:1]
+    overlap = 1 - float(slots("tv", *one)[0])
+    assert overlap == near(0.9)
+    assert block("token", *one) == block("bv_linear", *one) == near(-overlap)
+    assert block("bv", *one) == near(float(slots("lk", *one)[0]))
+
+
 def test_one_bad_early_slot_is_all_that_the_logarithm_sees():
     bad = Q.copy()
     bad[0] = [0.001, 0.6, 0.399]

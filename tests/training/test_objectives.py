@@ -1,5 +1,6 @@
 """Losses, weights and sums against numpy: cases H2, H3, H4, and numbers of the papers."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.models import drafter_hf
 from specjax.training.blocks import Labels
+from specjax.training.losses import LOSSES
 from specjax.training.objectives import Objective, loss_sums
 from specjax.types import Vocabulary
 
@@ -268,9 +270,74 @@ def test_a_mesh_changes_nothing():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
+@partial(jax.jit, static_argnames="chunk")
+def every_loss(hidden, labels, teacher, chunk):
+    """The sum of every loss by itself."""
+    of_all = {}
+    for name in LOSSES:
+        objective = Objective(((name, 1.0),), "vat")
+        vocabulary = Vocabulary(HEAD, HEAD)
+        sums = loss_sums(
+            objective, CONFIG, {}, vocabulary, hidden, labels, teacher, chunk=chunk, progress=0.25
+        )
+        of_all[name] = sums.loss
+    return of_all
+
+
+def test_chunks_micro_batches_and_devices_change_no_loss():
+    """By a millionth, of every loss there is."""
+    hidden, teacher = HIDDEN / 10, TEACHER / 10
+    everything = (hidden, LABELS, teacher)
+    whole = jax.device_get(every_loss(*everything, chunk=B * A))
+    halves = [
+        jax.device_get(every_loss(*jax.tree.map(lambda x, b=b: x[b : b + 1], everything), chunk=A))
+        for b in range(B)
+    ]
+    mesh = Mesh(np.array(jax.devices()[:B]), ("data",))
+    rows = jax.device_put(everything, NamedSharding(mesh, PartitionSpec("data")))
+    for other in (
+        every_loss(*everything, chunk=4),
+        every_loss(*rows, chunk=4),
+        jax.tree.map(np.add, *halves),
+    ):
+        for name, value in jax.device_get(other).items():
+            assert value == pytest.approx(whole[name], rel=1e-6), name
+            assert abs(value) > 0.01
+
+
+def test_laws_are_those_of_the_temperature():
+    """As if the logits had been divided: both networks' heads are linear."""
+    both = (("ce", 0.5), ("kl", 0.2), ("bv", 0.3))
+    got = run(Objective(both, temperature=0.5), HIDDEN / 10, LABELS, TEACHER / 10)
+    want = run(Objective(both), HIDDEN / 5, LABELS, TEACHER / 5)
+    np.testing.assert_allclose(got[0].loss, want[0].loss, rtol=1e-5)
+    np.testing.assert_allclose(got[1], 2 * want[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("losses", "recorded", "message"),
+    [
+        ((("bv", 1.0),), (1.0, 0, 1.0), None),
+        ((("ce", 1.0), ("kl", 1.0), ("chain", 40.0)), (0.0, 0, 1.0), None),
+        ((("ce", 0.1), ("bv", 0.9)), (0.0, 0, 1.0), "recorded greedily, and bv takes text as"),
+        ((("token", 0.5), ("bv_cheap", 1.0)), (0.0, 0, 1.0), "take it, or record the text at temp"),
+        ((("bv", 1.0),), (0.8, 0, 1.0), "temperature 0.8, and bv takes text as drawn at temp.* 1 "),
+        ((("bv", 1.0),), (1.0, 0, 0.9), "top_k 0, top_p 0.9, and bv"),
+        ((("bv", 1.0),), (1.0, 20, 1.0), "top_k 20, top_p 1, and bv"),
+    ],
+)
+def test_text_of_another_law_is_found(losses, recorded, message):
+    found = Objective(losses).misread(*recorded)
+    assert (found is None) == (message is None)
+    assert message is None or re.search(message, found)
+    if recorded[0] == 0.8:
+        assert Objective(losses, temperature=0.8).misread(*recorded) is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"temperature": 0.0}, "positive and finite, not 0.0: for verification at 0 take the loss"),
         ({"losses": (("mse", 1.0),)}, "loss 'mse' is unknown; choose from ce, kl"),
         ({"losses": ()}, "at least one loss"),
         ({"losses": (("ce", 1.0), ("ce", 2.0))}, "each once"),

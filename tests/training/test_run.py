@@ -329,6 +329,21 @@ STEPS = ("metrics.jsonl",) * 8
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:acceptance length")
+def test_the_report_has_closed_forms_beside_what_was_decoded(tmp_path):
+    report = fit(tmp_path, heldout=HELD | {"temperatures": [0.0, 1.0], "max_new_tokens": 48})
+    (forms,) = report["expected"]
+    assert (forms["temperature"], forms["answers"]) == (1.0, 2)
+    decoded = report["runs"][1]
+    assert decoded["settings"]["rule"] == "block"
+    assert 1 <= forms["rules"]["match-independent"]["tau"] <= forms["rules"]["block"]["tau"] < 2
+    assert abs(forms["rules"]["block"]["tau"] - decoded["tau"]) < 0.3
+    lines = table(report).splitlines()
+    assert any("temperature 1, in closed form over 2 answers: match 1." in line for line in lines)
+    assert (tmp_path / "small" / "heldout-1" / "manifest.json").exists()
+
+
+@pytest.mark.slow
 def test_ten_kills_do_not_change_the_end(tmp_path):
     """Killed at ten random moments, in every stage of a run, then continued: the last checkpoint
     equals that of an undisturbed run."""
