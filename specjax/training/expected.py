@@ -30,6 +30,7 @@ from specjax.training.acceptance import kept
 from specjax.training.blocks import Anchors
 from specjax.training.data import Documents
 from specjax.training.features import clean_pass
+from specjax.training.heldout import in_dtype_of
 from specjax.training.identity import check_answers
 from specjax.training.packing import Batch
 from specjax.types import Array, Params, Sampling
@@ -119,10 +120,7 @@ def rounds(
         vocab_size=target.config.vocab_size,
         drafting="independent",
     )
-    dtype = target.params["embed"].dtype
-    params = jax.tree.map(
-        lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
-    )
+    params = in_dtype_of(target, params)
     made: dict[str, np.ndarray] = {}
     order = sorted(range(total), key=lambda i: len(answers.document(i)[0]))
     for start in range(0, total, ROWS):
@@ -216,7 +214,7 @@ def _chances(
         labels = blocks.block_labels(config, batch, anchors)
         labels = jax.tree.map(lambda x: x[:, :, :drafts], labels)
         logits = backbone.unembed(config, params, vocabulary, hidden)
-        logits = backbone.target_logits(config, params, logits)
+        logits = backbone.target_logits(params, vocabulary, logits)
         states = blocks.target_rows(clean.final_hidden, labels)
 
         def processed(logits: Array) -> Array:
