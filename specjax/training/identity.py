@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def fingerprint(target: Target) -> str:
     table = networks.table(target.config)
     sums: dict[str, Any] = {}
     jax.tree.map(
-        lambda param, value: sums.update({param.hf: _digest(value)}),
+        lambda param, value: sums.update({param.hf: _digest(value, param.transposed)}),
         table,
         target.params,
         is_leaf=tables.is_param,
@@ -47,13 +48,14 @@ def check_answers(target: Target, manifest: Mapping[str, Any]) -> None:
         )
 
 
-@jax.jit
-def _digest(x: jax.Array) -> jax.Array:
-    """[2] uint32: sums modulo 2**32 of the bits, each times an odd number that is its own.
+@partial(jax.jit, static_argnums=1)
+def _digest(x: jax.Array, transposed: bool) -> jax.Array:
+    """[2] uint32: sums modulo 2**32 of the bits as published, each times an odd number of its own.
 
     Integer sums do not depend on their order, hence neither on device nor sharding; an odd factor
     lets no single changed value vanish.
     """
+    x = x.T if transposed else x
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
     index = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
