@@ -41,6 +41,7 @@ ALL = [
     pytest.param(name, marks=pytest.mark.slow) if name == "pallas_triton" else name
     for name in IMPLEMENTATIONS
 ]
+FAST = [name for name in IMPLEMENTATIONS if name != "pallas_triton"]
 CHUNKED = [name for name in ALL if name != "reference"]
 # What an implementation takes and how near it comes, if not float32 and 1e-5.
 TAKES = {"pallas_gpu": (jnp.bfloat16, 1e-2)}
@@ -101,14 +102,24 @@ def spread(seen):
     return (*bounds, jnp.broadcast_to(seen.tail_mask, shape))
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_every_pass_forward_and_gradient(name):
+def check_pass(name, implementations):
     rng = np.random.default_rng(sum(map(ord, name)))
     for n in range(6):
         x, seen, sees, d_out, d_lse = problem(name, rng)
-        for implementation in IMPLEMENTATIONS:
+        for implementation in implementations:
             if n == 0 or implementation != "pallas_gpu":  # whose interpreter takes its time
                 check(implementation, x, spread(seen), sees, d_out, d_lse)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_forward_and_gradient(name):
+    check_pass(name, FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_by_triton(name):
+    check_pass(name, ["pallas_triton"])
 
 
 def check_float64(implementation, x, seen, sees, d_out, d_lse):

@@ -92,7 +92,7 @@ def one_device_problem():
 
 @pytest.mark.parametrize("implementation", CHUNKED)
 @pytest.mark.parametrize("axis", ["batch", "heads"])
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sharded_over_devices(axis, manual, implementation):
     """Batch or heads over eight devices, by the compiler and inside shard_map."""
     name = {"batch": "data", "heads": "model"}[axis]

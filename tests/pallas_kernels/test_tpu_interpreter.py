@@ -21,13 +21,14 @@ def interpreted(monkeypatch):
     pltpu.reset_tpu_interpret_mode_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks", "rows", "heads", "kv_heads", "capacity", "tail"),
     [
         (3, 4, 6, 2, 40, 5),
-        pytest.param(1, 7, 4, 1, 33, 7, marks=pytest.mark.slow),
-        pytest.param(2, 20, 3, 3, 16, 3, marks=pytest.mark.slow),
-        pytest.param(2, 1, 4, 2, 0, 2, marks=pytest.mark.slow),
+        (1, 7, 4, 1, 33, 7),
+        (2, 20, 3, 3, 16, 3),
+        (2, 1, 4, 2, 0, 2),
     ],
 )
 def test_no_races_and_no_unwritten_memory(blocks, rows, heads, kv_heads, capacity, tail):
