@@ -11,7 +11,7 @@ acceptance length of whoever always knew the better of the two is the ceiling. O
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -38,22 +38,26 @@ class Watched(DFlash):
         return frozenset({"argmax", "draft_hidden"})
 
 
-def rounds_of(target, drafter, ids, settings):
-    """One prompt: per round the drafts, their top tokens, the stale choices and where it starts."""
-    network = Watched(drafter.config, drafter.config.num_drafts)
+def rounds_of(target, drafter, prompts, settings):
+    """Some prompts together: of every round of each the drafts, their top tokens, the stale
+    choices, how many of them there are, and the tokens that are the truth of its slots."""
+    network = Watched(replace(drafter.config, reuse=None), drafter.config.num_drafts)
     decoder, weights, sampling, stops, state = specjax.started(
-        target, ids, drafter=(network, drafter.params), **settings
+        target, prompts, drafter=(network, drafter.params), **settings
     )
-    seen = []
+    rounds = []
     while not bool(state.done.all()):
-        stale, count = state.rejected.argmax[0], int(state.rejected.count[0])
-        start = int(state.length[0]) - 1
+        before = (state.rejected.argmax, state.rejected.count, state.length, state.done)
         proposal, context = DRAFT(decoder, weights, sampling, state)
-        top = TOPS(network.config, weights, proposal.hidden)[0]
+        top = TOPS(network.config, weights, proposal.hidden)
         verdict, verified = VERIFY(decoder, weights, sampling, stops, state, proposal)
+        rounds.append(jax.device_get((proposal.tokens, top, *before)))
         state, _ = COMMIT(decoder, stops, state, proposal, context, verdict, verified)
-        seen.append([np.asarray(x) for x in (proposal.tokens[0], top, stale)] + [count, start])
-    return seen, np.asarray(state.tokens[0]), int(state.length[0])
+    tokens, lengths = jax.device_get((state.tokens, state.length))
+    for drafts, top, stale, count, length, done in rounds:
+        for b in np.flatnonzero(~done):
+            end = min(length[b] + network.num_draft, lengths[b])
+            yield drafts[b], top[b], stale[b], count[b], tokens[b, length[b] : end]
 
 
 def tops(config, weights, hidden):
@@ -68,24 +72,23 @@ VERIFY = jax.jit(loop.verify, static_argnums=0)
 COMMIT = jax.jit(loop.commit, static_argnums=0)
 
 
-def measure(target, drafter, prompts, settings):
+def measure(target, drafter, prompts, settings, batch_size=8):
     """Sums over all rounds behind a rejection, by slot; and lengths of every round."""
     K = drafter.config.num_drafts
     plain, either, stale_right, known, top = (np.zeros(K) for _ in range(5))
     exists = np.zeros(K)
     lengths = {"after rejection": [], "after acceptance": []}
     best = []
-    for ids in tqdm(prompts, unit="answer"):
-        seen, tokens, length = rounds_of(target, drafter, ids, settings)
-        for drafts, likely, stale, count, start in seen:
-            truth = tokens[start + 1 : min(start + 1 + K, length)]
+    groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    for group in tqdm(groups, unit="batch"):
+        for drafts, likely, stale, count, truth in rounds_of(target, drafter, group, settings):
             n = len(truth)
             right = drafts[:n] == truth
             # Row r of the buffer stands for a' + r and chose the token of a' + r + 1.
             there = np.arange(n) < count
             old = there & (stale[:n] == truth)
-            group = "after rejection" if count else "after acceptance"
-            lengths[group].append(1 + int(np.cumprod(right).sum()))
+            name = "after rejection" if count else "after acceptance"
+            lengths[name].append(1 + int(np.cumprod(right).sum()))
             if not count:
                 continue
             best.append(1 + int(np.cumprod(right | old).sum()))
@@ -138,6 +141,7 @@ def main():
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
     target = specjax.load_target(args.target)
     drafter = specjax.load_drafter(args.drafter, target)
@@ -148,7 +152,7 @@ def main():
         "max_new_tokens": args.max_new_tokens,
     }
     found = vars(args) | {"block": drafter.config.block_size}
-    found |= measure(target, drafter, prompts, settings)
+    found |= measure(target, drafter, prompts, settings, args.batch_size)
     with open(HERE / "ceiling.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     print(table(found))

@@ -20,38 +20,107 @@ from ceiling import first_turns
 
 import specjax
 from specjax import evaluation
-from specjax.decoding.stats import acceptance_length
+from specjax.decoding.generate import compiles
+from specjax.decoding.request import reuse_method
+from specjax.models.reuse import Carryover, ReAnchor
 
 HERE = Path(__file__).parent
 RESAMPLES = 10_000
+GROUPS = ("rounds", "after_rejection", "after_acceptance")
 
 
-def decoded(target, spec, prompts, settings):
-    """Answers of one arm."""
-    path, _, reuse = spec.partition("@")
-    drafter = specjax.load_drafter(path, target)
-    return specjax.generate(target, prompts, drafter=drafter, reuse=reuse or None, **settings)
+# ------------------------------------------------------------------------------- measuring an arm
+def measured(target, drafter, reuse, prompts, plain, settings):
+    """One arm: rounds and tokens of every prompt, and how many rows a round runs.
+
+    Tokens a second are those of a pass in which nothing was compiled.
+    """
+    while True:
+        before = compiles()
+        answers = specjax.generate(target, prompts, drafter=drafter, reuse=reuse, **settings)
+        if compiles() == before:
+            break
+    rest = sum(one.new_tokens - 1 for one in answers.stats)
+    return {
+        "reuse": answers.settings["reuse"] or "off",
+        "temperature": settings["temperature"],
+        "answers": len(prompts),
+        "identical": sum(a == b for a, b in zip(answers.tokens, plain.tokens, strict=True)),
+        "tokens_per_s": round(rest / answers.seconds, 1),
+        "rows": rows_of_a_round(drafter, reuse),
+        "counts": counts(answers),
+    }
 
 
-def by_history(answers):
-    """Tokens a round behind a round that rejected something, and behind one that did not."""
-    groups = {"after_rejection": [], "after_acceptance": []}
+def counts(answers):
+    """[rounds, tokens] of every prompt: of all its rounds, of those behind a round that rejected a
+    draft, and of those behind one that did not."""
+    found = {group: [] for group in GROUPS}
     for one in answers.stats:
-        for i, emitted in enumerate(one.emitted):
-            rejected = i > 0 and one.accepted[i - 1] < one.drafted[i - 1]
-            groups["after_rejection" if rejected else "after_acceptance"].append(emitted)
-    return {f"tau_{name}": acceptance_length(group) for name, group in groups.items()}
+        rejected = [a < d for a, d in zip(one.accepted, one.drafted, strict=True)]
+        behind = [False, *rejected][: len(rejected)]
+        pairs = list(zip(one.emitted, behind, strict=True))
+        for group, emitted in {
+            "rounds": one.emitted,
+            "after_rejection": [n for n, rejection in pairs if rejection],
+            "after_acceptance": [n for n, rejection in pairs if not rejection],
+        }.items():
+            found[group].append([len(emitted), sum(emitted)])
+    return found
 
 
-def saved(base, arm, seed=0):
-    """Rounds of the base for those of the arm, less one, with its interval over prompts."""
-    rounds = np.array([[one.rounds for one in answers.stats] for answers in (base, arm)], float)
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, rounds.shape[1], (RESAMPLES, rounds.shape[1]))
-    sums = rounds[:, drawn].sum(axis=2)
-    low, high = np.quantile(sums[0] / sums[1] - 1, [0.025, 0.975])
-    whole = rounds.sum(axis=1)
-    return {"gain": whole[0] / whole[1] - 1, "low": low, "high": high}
+def rows_of_a_round(drafter, reuse):
+    """Rows that a round runs: of draft blocks, of carried states, and of the target."""
+    config, method = drafter.config, reuse_method(drafter, reuse)
+    blocks = 1 + len(method.shifts) if isinstance(method, ReAnchor) else 1
+    carried = blocks * config.num_drafts if isinstance(method, Carryover | ReAnchor) else 0
+    return {
+        "draft": blocks * config.block_size,
+        "carried": carried,
+        "target": config.num_drafts + 1,
+    }
+
+
+# ------------------------------------------------------------------------------------- comparing
+def totals(lines, group):
+    """Rounds and tokens [2, prompts] of some lines of the same prompts, summed."""
+    return np.sum([line["counts"][group] for line in lines], axis=0, dtype=float).T
+
+
+def tau(lines, group="rounds"):
+    """Tokens a round; NaN where there was none."""
+    rounds, tokens = totals(lines, group).sum(axis=1)
+    return tokens / rounds if rounds else float("nan")
+
+
+def gain(base, arm, group="rounds", seed=0):
+    """By how much an arm's acceptance length exceeds the base's: (share, low, high).
+
+    The interval is over prompts; lines of several seeds are resampled together.
+    """
+    both = np.stack([totals(lines, group) for lines in (base, arm)])  # [2, 2, prompts]
+    drawn = np.random.default_rng(seed).integers(0, both.shape[2], (RESAMPLES, both.shape[2]))
+    times = np.stack([np.bincount(row, minlength=both.shape[2]) for row in drawn])
+    sums = np.einsum("agp,rp->rag", both, times)
+    lengths = sums[:, :, 1] / np.maximum(sums[:, :, 0], 1)
+    low, high = np.quantile(lengths[:, 1] / lengths[:, 0] - 1, [0.025, 0.975])
+    return tau(arm, group) / tau(base, group) - 1, low, high
+
+
+def shown(found):
+    """A gain with its interval."""
+    return "{:+.1%} [{:+.1%}, {:+.1%}]".format(*found)
+
+
+def line_of(name, lines, base):
+    """One arm, for people."""
+    same, answers = (sum(line[key] for line in lines) for key in ("identical", "answers"))
+    return (
+        f"T = {lines[0]['temperature']:<4g} {name:<20} tau {tau(lines):.3f} (after a rejection "
+        f"{tau(lines, 'after_rejection'):.3f}, else {tau(lines, 'after_acceptance'):.3f})  "
+        f"{shown(gain(base, lines)):<24}  after a rejection "
+        f"{shown(gain(base, lines, 'after_rejection')):<24}  identical {same}/{answers}"
+    )
 
 
 def main():
@@ -66,8 +135,6 @@ def main():
     args = parser.parse_args()
     target = specjax.load_target(args.target)
     prompts = first_turns(target, evaluation.read_prompts(args.prompts, args.limit))
-    arms = dict(arm.split("=", 1) for arm in args.arms)
-    found = []
     for temperature in args.temperatures:
         settings = {
             "temperature": temperature,
@@ -77,39 +144,17 @@ def main():
         }
         plain = specjax.generate(target, prompts, **settings)
         base = None
-        for name, spec in arms.items():
-            answers = decoded(target, spec, prompts, settings)
-            base = base or answers
-            equal = sum(a == b for a, b in zip(answers.tokens, plain.tokens, strict=True))
-            found.append(
-                {
-                    "arm": name,
-                    "drafter": spec,
-                    "target": args.target,
-                    "prompts": Path(args.prompts).stem,
-                    "temperature": temperature,
-                    "reuse": answers.settings["reuse"],
-                    "answers": len(prompts),
-                    "identical": equal,
-                    "rounds": sum(one.rounds for one in answers.stats),
-                    "tau": acceptance_length([n for one in answers.stats for n in one.emitted]),
-                    **by_history(answers),
-                    **saved(base, answers),
-                }
-            )
-            print(line(found[-1]), flush=True)
-    with (HERE / "compare.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in found)
-
-
-def line(row):
-    """One arm, for people."""
-    behind, fresh = (row[f"tau_after_{x}"] or float("nan") for x in ("rejection", "acceptance"))
-    return (
-        f"T = {row['temperature']:<4g} {row['arm']:<12} tau {row['tau']:.3f} (after a rejection "
-        f"{behind:.3f}, else {fresh:.3f})  rounds {row['gain']:+.1%} [{row['low']:+.1%}, "
-        f"{row['high']:+.1%}]  identical {row['identical']}/{row['answers']}"
-    )
+        for arm in args.arms:
+            name, spec = arm.split("=", 1)
+            path, _, reuse = spec.partition("@")
+            drafter = specjax.load_drafter(path, target)
+            found = measured(target, drafter, reuse or None, prompts, plain, settings)
+            base = base or found
+            line = {"arm": name, "drafter": spec, "target": args.target}
+            line |= {"prompts": Path(args.prompts).stem, **found}
+            with (HERE / "compare.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line_of(name, [found], [base]), flush=True)
 
 
 if __name__ == "__main__":

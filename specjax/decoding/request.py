@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,11 @@ def network(
                 stacklevel=3,
             )
             return Plain(), {}
-        return DFlash(drafter.config, count, method), drafter.params
+        # What is switched off is no part of the program: it shares the compile of plain DFlash.
+        config, weights = replace(drafter.config, reuse=None), drafter.params
+        if method != drafter.config.reuse:
+            weights = {name: value for name, value in weights.items() if name != "reuse"}
+        return DFlash(config, count, method), weights
     made, params = drafter if isinstance(drafter, tuple) else (drafter, {})
     if not hasattr(made, "propose"):
         raise TypeError(f"{drafter!r} is no drafter: load one with load_drafter, or use NGram()")

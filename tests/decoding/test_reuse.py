@@ -141,28 +141,22 @@ def test_without_shifts_reanchor_gives_the_rounds_of_dflash(target, known, setti
     assert rounds(got) == rounds(known("fill", setting))
 
 
-def test_a_drafter_whose_reuse_is_off_is_the_program_of_dflash(target):
-    """No word of the method is left in the compiled step."""
+@pytest.mark.parametrize("asked", ["off", "reanchor"])
+def test_a_method_that_does_not_run_is_no_part_of_the_program(target, asked):
+    """The step of the plain drafter, which shares its compile, and not even its parameters."""
     drafter = made(target, Carryover())
     bare = replace(
         drafter,
         config=replace(drafter.config, reuse=None),
         params={k: v for k, v in drafter.params.items() if k != "reuse"},
     )
-
-    def step(drafter, **settings):
-        decoder, weights, sampling, stops, state = specjax.started(
-            target, PROMPTS[0], drafter=drafter, **settings
-        )
-        weights = weights._replace(
-            drafter={k: v for k, v in weights.drafter.items() if k != "reuse"}
-        )
-        return str(
-            jax.make_jaxpr(loop.step, static_argnums=0)(decoder, weights, sampling, stops, state)
-        )
-
-    assert step(drafter, reuse="off") == step(bare)
-    assert step(bare, reuse="reanchor") != step(bare)
+    one, two, own = (
+        specjax.started(target, PROMPTS[0], drafter=which, reuse=reuse)
+        for which, reuse in ((drafter, asked), (bare, asked), (drafter, None))
+    )
+    assert one[0] == two[0] != own[0]
+    assert jax.tree.structure(one[1:]) == jax.tree.structure(two[1:])
+    assert own[1].drafter.keys() - one[1].drafter.keys() == {"reuse"}
 
 
 # ----------------------------------------------------------------------------------- long runs

@@ -1,0 +1,260 @@
+"""The comparison at equal training, on stories260k: what reuse gains where the control had as much.
+
+    python experiments/reuse/train_arms.py           # everything
+    python experiments/reuse/train_arms.py --table   # table and arms.png of what is measured
+
+Trains a base drafter (`reuse-base.json`, acceptance length about 2.5: the shipped one leaves next
+to no room), then from it, with several seeds, one drafter an arm: same texts, same steps, same
+number of trained blocks. A control trains 32 plain blocks a row, Carryover and ReTrace 16 plain
+ones and 16 behind a rejection, DFlow 8 and twice 12. Every drafter is measured with its reuse and
+with it switched off, base and control with ReAnchor too, and the ceiling of base and control.
+
+What is in `arms.jsonl` is not done again; runs that were interrupted go on. `--set` changes every
+config, as for `specjax train`: then give another `--runs` and `--out`.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import ceiling
+import compare
+import numpy as np
+from compare import gain, shown, tau
+
+import specjax
+from specjax import evaluation
+from specjax.training import config as configs
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parent / "configs"
+TRAINED = ("control", "carryover", "dflow", "retrace")
+GROUPS = {"of all rounds": "rounds", "behind a rejection": "after_rejection"}
+
+
+# ------------------------------------------------------------------------------------ what is run
+class Lines:
+    """JSON lines by what they are about: (kind, arm, seed, reuse, temperature)."""
+
+    KEYS = ("kind", "arm", "seed", "reuse", "temperature")
+
+    def __init__(self, file):
+        self.file, self.known = file, {}
+        for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            self._take(json.loads(text))
+
+    def _take(self, line):
+        self.known[tuple(line.get(key) for key in self.KEYS)] = line
+
+    def get(self, *key):
+        return self.known.get(key)
+
+    def add(self, line):
+        self._take(line)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print({key: value for key, value in line.items() if key != "counts"}, flush=True)
+
+
+class Prompts:
+    """The held-out prompts, and what the target alone says to them, made when first asked for."""
+
+    def __init__(self, target, file, settings):
+        self.target, self.settings, self.plain = target, settings, {}
+        self.ids = ceiling.first_turns(target, file)
+
+    def at(self, temperature):
+        asked = self.settings | {"temperature": temperature}
+        if temperature not in self.plain:
+            self.plain[temperature] = specjax.generate(self.target, self.ids, **asked)
+        return self.ids, self.plain[temperature], asked
+
+
+def config_of(arm, seed, args):
+    """The run of an arm; its texts and the base are in the same folder of runs."""
+    config = configs.read(CONFIGS / f"reuse-{arm}.json", args.set)
+    sources = tuple(
+        replace(source, answers=str(args.runs / "reuse-answers" / source.name))
+        for source in config.sources
+    )
+    if arm == "base":
+        return replace(config, sources=sources)
+    base = str(args.runs / "reuse-base" / "drafter")
+    return replace(config, name=f"reuse-{arm}-{seed}", sources=sources, init_from=base, seed=seed)
+
+
+def do(arm, seed, target, prompts, lines, args):
+    """Trains one drafter and measures it, as far as that has not been done."""
+    config = config_of(arm, seed, args)
+    uses = ["off", arm if arm in TRAINED[1:] else "reanchor"]
+    wanted = [
+        (kind, arm, seed, reuse, temperature)
+        for temperature in args.temperatures
+        for kind, reuse in [("arm", use) for use in uses] + [("ceiling", None)]
+        if kind == "arm" or arm in ("base", "control")
+    ]
+    missing = [key for key in [("training", arm, seed, None, None), *wanted] if not lines.get(*key)]
+    if not missing:
+        return
+    specjax.fit(config, runs=args.runs)
+    folder = args.runs / config.name
+    drafter = specjax.load_drafter(folder / "drafter", target)
+    for key in missing:
+        line = dict(zip(Lines.KEYS, key, strict=True))
+        if line["kind"] == "training":
+            lines.add(line | training(config, drafter, folder))
+            continue
+        ids, plain, asked = prompts.at(line["temperature"])
+        if line["kind"] == "ceiling":
+            batch = {"batch_size": asked["batch_size"]}
+            rest = {name: value for name, value in asked.items() if name not in batch}
+            lines.add(line | ceiling.measure(target, drafter, ids, rest, **batch))
+        else:
+            lines.add(line | compare.measured(target, drafter, line["reuse"], ids, plain, asked))
+
+
+def training(config, drafter, folder):
+    """What a run trained on, and how long a step took."""
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    steps = [json.loads(line) for line in text.splitlines()]
+    behind = config.branches.anchors * config.branches.rounds if config.branches else 0
+    tokens = config.rows * config.row_length
+    return {
+        "steps": config.steps,
+        "blocks_per_step": config.rows * (config.anchors + behind),
+        "labels_per_step": round(float(np.mean([step["labels"] for step in steps])), 1),
+        "target_rows_per_step": tokens + config.rows * behind * drafter.config.num_drafts,
+        "seconds_per_step": round(float(np.median([tokens / s["tokens_per_s"] for s in steps])), 4),
+    }
+
+
+# --------------------------------------------------------------------------------- what is shown
+def pairs(lines, args, temperature):
+    """(name, base, arm) of every comparison, each side the lines of all seeds."""
+
+    def of(arm, reuse):
+        seeds = [0] if arm == "base" else args.seeds
+        found = [lines.get("arm", arm, seed, reuse, temperature) for seed in seeds]
+        return found if all(found) else None
+
+    wanted = [
+        ("base with ReAnchor, against base", ("base", "off"), ("base", "reanchor")),
+        ("control, against base", ("base", "off"), ("control", "off")),
+        ("control with ReAnchor, against control", ("control", "off"), ("control", "reanchor")),
+    ]
+    for arm in TRAINED[1:]:
+        wanted += [
+            (f"{arm}, against control", ("control", "off"), (arm, arm)),
+            (f"{arm}, against itself switched off", (arm, "off"), (arm, arm)),
+            (f"{arm} switched off, against control", ("control", "off"), (arm, "off")),
+        ]
+    for name, base, arm in wanted:
+        one, two = of(*base), of(*arm)
+        if one and two:
+            times = len(two) // len(one)  # there is one base for all seeds
+            yield name, one * times, two
+
+
+def room(lines, base, temperature):
+    """What the ceiling of the drafters of `base` is above them, as a gain."""
+    found = [lines.get("ceiling", line["arm"], line["seed"], None, temperature) for line in base]
+    if not all(found):
+        return None
+    return sum(f["tau_ceiling"] for f in found) / sum(f["tau"] for f in found) - 1
+
+
+def table(lines, args):
+    """Every comparison, for people."""
+    rows = []
+    for temperature in args.temperatures:
+        rows.append(
+            f"\nT = {temperature:g}{'':<38} tau  behind a rejection / else   "
+            f"{'rounds saved':<24} {'behind a rejection':<24} of the ceiling  identical"
+        )
+        for name, base, arm in pairs(lines, args, temperature):
+            above, gained = room(lines, base, temperature), gain(base, arm)
+            share = "-" if not above or "switched off" in name else f"{gained[0] / above:.0%}"
+            same, answers = (sum(line[key] for line in arm) for key in ("identical", "answers"))
+            rows.append(
+                f"{name:<40} {tau(arm):>7.3f} {tau(arm, 'after_rejection'):>12.3f} / "
+                f"{tau(arm, 'after_acceptance'):.3f}         {shown(gained):<24} "
+                f"{shown(gain(base, arm, 'after_rejection')):<24} {share:>14}  {same}/{answers}"
+            )
+            if len(arm) > 1:
+                each = (gain([one], [two])[0] for one, two in zip(base, arm, strict=True))
+                rows.append(f"{'':<40} by seed: {', '.join(f'{x:+.1%}' for x in each)}")
+    rows.append("\nrows a round; tokens a second of the batch")
+    rows += [
+        f"{line['arm']:<10} {line['reuse']:<10} T = {line['temperature']:<4g} {line['rows']} "
+        f"{line['tokens_per_s']:.0f}"
+        for key, line in lines.known.items()
+        if key[0] == "arm" and key[2] == min(args.seeds)
+    ]
+    rows.append("\ntraining, each of its seeds alike")
+    rows += [
+        f"{line['arm']:<10} {line['steps']} steps of {line['blocks_per_step']} blocks, "
+        f"{line['labels_per_step']} labels and {line['target_rows_per_step']} target rows, "
+        f"{1e3 * line['seconds_per_step']:.0f} ms"
+        for key, line in lines.known.items()
+        if key[0] == "training" and key[2] == min(args.seeds)
+    ]
+    return "\n".join(rows)
+
+
+def figure(lines, args, file):
+    """Gains with their intervals, all rounds and those behind a rejection; dots are seeds."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(12, 5), layout="constrained")
+    axes = drawn.subplots(1, len(args.temperatures), sharey=True, squeeze=False)[0]
+    for axis, temperature in zip(axes, args.temperatures, strict=True):
+        found = list(pairs(lines, args, temperature))
+        for number, (label, group) in enumerate(GROUPS.items()):
+            at = np.arange(len(found)) + 0.3 * number
+            gains = np.array([gain(base, arm, group) for _, base, arm in found]).T * 100
+            error = np.abs(gains[1:] - gains[0])
+            axis.errorbar(gains[0], at, xerr=error, fmt="o", color=f"C{number}", label=label)
+            for y, (_, base, arm) in zip(at, found, strict=True):
+                each = [gain([one], [two], group)[0] * 100 for one, two in zip(base, arm)]  # noqa: B905
+                axis.plot(each, [y] * len(each), ".", color=f"C{number}", alpha=0.4)
+        for y, (name, base, _) in enumerate(found):
+            above = room(lines, base, temperature)
+            if above and "switched off" not in name:
+                axis.plot(100 * above, y, "|", color="black", markersize=12)
+        axis.axvline(0, color="grey", linewidth=0.8)
+        axis.set(title=f"T = {temperature:g}", xlabel="gain in acceptance length, %")
+        axis.set_yticks(range(len(found)), [name for name, _, _ in found])
+    axes[0].invert_yaxis()
+    axes[-1].legend(fontsize=8)
+    drawn.savefig(file, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true", help="only show what has been measured")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--prompts", default="experiments/prompts/stories-test.jsonl")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=HERE / "arms.jsonl")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    args = parser.parse_args()
+    lines = Lines(args.out)
+    if not args.table:
+        target = specjax.load_target("stories260k")
+        settings = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+        prompts = Prompts(target, evaluation.read_prompts(args.prompts, args.limit), settings)
+        do("base", 0, target, prompts, lines, args)
+        for seed in args.seeds:
+            for arm in TRAINED:
+                do(arm, seed, target, prompts, lines, args)
+    print(table(lines, args))
+    figure(lines, args, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
