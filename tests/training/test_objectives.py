@@ -301,7 +301,9 @@ def test_chunks_micro_batches_and_devices_change_no_loss():
         jax.tree.map(np.add, *halves),
     ):
         for name, value in jax.device_get(other).items():
-            assert value == pytest.approx(whole[name], rel=1e-6), name
+            assert value == pytest.approx(whole[name], rel=3e-6), (
+                name
+            )  # float32 sums in another order: up to 1.2e-6
             assert abs(value) > 0.01
 
 
