@@ -29,7 +29,7 @@ from specjax.training import blocks
 from specjax.training.blocks import Anchors, Labels
 from specjax.training.features import Clean
 from specjax.training.packing import Batch
-from specjax.types import Array, Block, KVCache, Params, Rejected, Vocabulary
+from specjax.types import Array, Block, KVCache, Params, Rejected, Reuse, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,33 @@ class Branches:
       rounds: drafts behind a rejection; each is verified for the next (DFlow: 2).
       empty: share of branches that carry nothing, as the first round behind a prompt.
       temperature: at which proposals are drawn; 0 takes the most likely tokens.
+      before: rounds that run before the ones that are trained, without gradient: what these are
+        given was then left by drafts that had been given something themselves, as in decoding
+        (the recurrent form of ReTrace; 0 is the parallel one).
+      ramp: updates over which parameters that a method calls `grows` go from nothing to what they
+        are (ReTrace: 50).
     """
 
     anchors: int = 16
     rounds: int = 1
     empty: float = 0.1
     temperature: float = 0.0
+    before: int = 0
+    ramp: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("anchors", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least in (("anchors", 1), ("rounds", 1), ("before", 0), ("ramp", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if not 0 <= self.empty < 1:
             raise ValueError(f"empty must be at least 0 and below 1, not {self.empty}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
+
+    @property
+    def verified(self) -> int:
+        """Drafts of a row that the target verifies in a step."""
+        return self.anchors * (self.before + self.rounds)
 
 
 class Draft(NamedTuple):
@@ -77,6 +89,7 @@ def drafts(
     clean: Clean,
     anchors: Anchors,
     keys: Array,
+    updates: Array | float = jnp.inf,
 ) -> Iterator[Draft]:
     """The drafts behind a rejection, round by round, with gradient into `params` alone.
 
@@ -89,13 +102,15 @@ def drafts(
       clean: the target's pass over them.
       anchors: where the first drafts start.
       keys: [B] PRNG keys, of the proposals and of the empty branches.
+      updates: made so far, for the ramp.
     """
     vocabulary, clean = jax.lax.stop_gradient((vocabulary, clean))
+    params = ramped(wanted, config, params, updates)
     context = blocks.context(config, params, clean.features, batch.positions)
-    # The first draft only proposes: it reads the parameters as they are.
+    # What only proposes reads the parameters as they are.
     frozen, frozen_context = jax.lax.stop_gradient((params, context))
     hidden = _pass(config, frozen, vocabulary, batch, frozen_context, anchors, None)
-    for number in range(wanted.rounds):
+    for number in range(wanted.before + wanted.rounds):
         draw, empty = (_fold(keys, 2 * number + i) for i in (0, 1))
         hidden = jax.lax.stop_gradient(hidden)
         tokens = _propose(wanted, config, params, vocabulary, hidden, draw)
@@ -108,8 +123,29 @@ def drafts(
         count = jnp.where(luck >= wanted.empty, rejected.count, 0)
         rejected = replace(rejected, count=count)
         anchors = moved
+        if number < wanted.before:
+            hidden = _pass(config, frozen, vocabulary, batch, frozen_context, anchors, rejected)
+            continue
         hidden = _pass(config, params, vocabulary, batch, context, anchors, rejected)
         yield Draft(hidden, blocks.block_labels(config, batch, anchors), rejected.count)
+
+
+def ramped(
+    wanted: Branches, config: DrafterConfig, params: Params, updates: Array | float
+) -> Params:
+    """The parameters as they count after so many updates: what grows times its share."""
+    if not wanted.ramp:
+        return params
+    share = jnp.minimum(jnp.asarray(updates, jnp.float32) / wanted.ramp, 1.0)
+    own = dict(params["reuse"])
+    for name in growing(config.reuse):
+        own[name] = own[name] * share.astype(own[name].dtype)
+    return params | {"reuse": own}
+
+
+def growing(method: Reuse | None) -> frozenset[str]:
+    """The parameters of a method that a ramp is for."""
+    return getattr(method, "grows", frozenset())
 
 
 def _fold(keys: Array, data: int) -> Array:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from specjax.models.drafter import Layout
 from specjax.models.reuse import ReAnchor, make
 from specjax.training import jsonfile
-from specjax.training.branches import Branches
+from specjax.training.branches import Branches, growing
 from specjax.training.objectives import Objective
 from specjax.types import Reuse
 
@@ -303,6 +303,10 @@ class TrainConfig:
             raise ValueError(
                 f"branches.anchors must be at most {self.row_length - 1}, not "
                 f"{self.branches.anchors}"
+            )
+        if self.reuse and self.branches and self.branches.ramp and not growing(self.reuse.made):
+            raise ValueError(
+                f"branches.ramp {self.branches.ramp}: nothing of {self.reuse.method} grows"
             )
         drafts = self.heldout.drafts if self.heldout else ()
         if self.drafter and max(drafts, default=0) > self.drafter.num_drafts:

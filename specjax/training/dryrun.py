@@ -53,8 +53,7 @@ def estimate(config: TrainConfig) -> str:
         "checkpoints": f"{BYTES * count / 1e6:.0f} MB each, {config.keep + 1} at most",
     }
     if config.branches is not None:
-        clean, more = config.row_length, config.branches.anchors * config.branches.rounds
-        more *= setup.network.num_drafts
+        clean, more = config.row_length, config.branches.verified * setup.network.num_drafts
         lines["branches"] = (
             f"the target runs {config.rows * (clean + more):,} rows a step; without branches "
             f"{config.rows * clean:,}"

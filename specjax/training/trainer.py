@@ -201,6 +201,7 @@ def loss_sums(
         clean,
         starts.branches,
         starts.keys,
+        progress * plan.steps,
     ):
         total += score(draft.hidden, draft.labels)
     return total

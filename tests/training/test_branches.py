@@ -1,7 +1,9 @@
 """The parallel draft, verify, draft of training against rounds of decoding, anchor by anchor."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +197,39 @@ def test_two_rounds_are_those_of_decoding(target, batch, clean):
             np.testing.assert_allclose(draft.hidden[0, a], want, **CLOSE)
 
 
+@pytest.mark.slow
+def test_rounds_before_the_trained_one_only_lead_to_it(target, batch, clean):
+    """The recurrent form: the memory of a draft is of a draft that had one itself."""
+    made, weights = network(target, ReTrace())
+    at = [9, 14, 70]
+    _, second = drafted(
+        target, batch, clean, made, weights, Branches(anchors=len(at), rounds=2, empty=0.0), at
+    )
+    behind = Branches(anchors=len(at), before=1, empty=0.0)
+    (alone,) = drafted(target, batch, clean, made, weights, behind, at)
+    np.testing.assert_allclose(alone.hidden, second.hidden, **CLOSE)
+    assert (alone.rejected == second.rejected).all()
+    assert (alone.rejected > 0).any()
+    (parallel,) = drafted(target, batch, clean, made, weights, replace(behind, before=0), at)
+    assert float(jnp.abs(parallel.hidden - alone.hidden).max()) > 1e-2
+    for a, start in enumerate(at):
+        begin = int(batch.start[0, start])
+        text = batch.tokens[0, begin:start].tolist()
+        want, _ = in_the_loop(target, made, weights, text, rounds=2)
+        np.testing.assert_allclose(alone.hidden[0, a], want, **CLOSE)
+
+
+def test_what_a_method_grows_counts_by_its_share(target):
+    made, weights = network(target, ReTrace())
+    wanted = Branches(ramp=50)
+    for updates, share in ((0, 0.0), (20, 0.4), (50, 1.0), (900, 1.0)):
+        got = branches.ramped(wanted, made, weights, jnp.float32(updates))
+        np.testing.assert_allclose(got["reuse"]["fuse"], share * weights["reuse"]["fuse"])
+        assert got["reuse"]["gate"] is weights["reuse"]["gate"]
+        assert got["fc"] is weights["fc"]
+    assert branches.ramped(Branches(), made, weights, jnp.float32(0)) is weights
+
+
 def test_one_target_pass_verifies_every_branch(target, batch, clean):
     """Equal to a pass over each branch alone; a branch does not see another one's drafts."""
     made, _ = network(target, Carryover())
@@ -260,9 +295,9 @@ def plan(target, method, **changes):
     return Plan(target=target.config, drafter=made, **(arguments | changes))
 
 
-def gradients(target, batch, method, weights, at, wanted=WHOLE):
+def gradients(target, batch, method, weights, at, wanted=WHOLE, progress=1.0):
     """Of the loss of the branches alone, in the drafter and in the target."""
-    wanted = plan(target, method, branches=wanted)
+    wanted = plan(target, method, branches=wanted, steps=100)
     starts = trainer.Starts(
         Anchors(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), bool)),
         anchors(at),
@@ -270,7 +305,10 @@ def gradients(target, batch, method, weights, at, wanted=WHOLE):
     )
 
     def loss(weights, target_params):
-        return trainer.loss_sums(wanted, weights, target_params, batch, starts, None, None).loss
+        states = rows = None
+        return trainer.loss_sums(
+            wanted, weights, target_params, batch, starts, states, rows, progress
+        ).loss
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, target.params)
 
@@ -294,6 +332,51 @@ def test_the_gradient_goes_into_the_second_draft_alone(target, batch, method):
     own, _ = gradients(target, batch, method, weights, ANCHORS, nothing)
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(own["reuse"]))
     assert float(jnp.abs(own["fc"]).max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "passes"),
+    [
+        (WHOLE, [1]),
+        (replace(WHOLE, rounds=2), [1, 2]),
+        (replace(WHOLE, before=2), [3]),
+    ],
+)
+def test_no_gradient_goes_into_what_only_proposes(target, batch, wanted, passes):
+    """Traced only: which of the drafter's passes the gradient of the loss comes back to."""
+    _, weights = network(target, ReTrace())  # it reads the draft's own states
+    count, reached = itertools.count(), set()
+    run = branches._pass
+
+    def watched(*arguments):
+        number = next(count)
+
+        @jax.custom_vjp
+        def same(x):
+            return x
+
+        def backward(_, cotangent):
+            reached.add(number)
+            return (cotangent,)
+
+        same.defvjp(lambda x: (x, None), backward)
+        return same(run(*arguments))
+
+    with mock.patch.object(branches, "_pass", watched):
+        jax.eval_shape(lambda: gradients(target, batch, ReTrace(), weights, ANCHORS, wanted))
+    assert next(count) == 1 + wanted.before + wanted.rounds
+    assert sorted(reached) == passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("updates", "learns"), [(0, False), (1, True), (20, True)])
+def test_what_grows_learns_from_the_first_update_on(target, batch, updates, learns):
+    """The step's own count of updates is what the ramp goes by."""
+    _, weights = network(target, ReTrace())
+    ramp = replace(WHOLE, ramp=10)
+    own, _ = gradients(target, batch, ReTrace(), weights, ANCHORS, ramp, updates / 100)
+    assert (float(jnp.abs(own["reuse"]["fuse"]).max()) > 0) == learns
+    assert float(jnp.abs(own["reuse"]["gate"]).max()) > 0
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ MINIMAL = {
 
 
 HELD = {"prompts": "prompts.jsonl"}
+REUSE = {"reuse": {"method": "dflow"}, "branches": {}}
 
 
 def changed(changes):
@@ -114,6 +115,15 @@ def test_changes_by_dotted_name(tmp_path):
             r"optimizer\.warmup 0\.96 leaves none of 10",
         ),
         ({"heldout": HELD | {"drafts": [7, 8]}}, r"heldout\.drafts must be at most 7, .* not 8"),
+        ({"reuse": {"method": "dflow"}}, "reuse and branches go together"),
+        ({"branches": {}}, "reuse and branches go together"),
+        (REUSE | {"features": "cache"}, "features must be online"),
+        (REUSE | {"branches": {"anchors": 512}}, r"branches\.anchors must be at most 511, not 512"),
+        (REUSE | {"branches": {"ramp": 50}}, r"branches\.ramp 50: nothing of dflow grows"),
+        (REUSE | {"branches": {"rounds": 0}}, "rounds must be at least 1, not 0"),
+        (REUSE | {"branches": {"before": -1}}, "before must be at least 0, not -1"),
+        (REUSE | {"reuse": {"method": "reanchor"}}, "'reanchor' needs no training"),
+        (REUSE | {"reuse": {"method": "dflow", "site": "pre_fc"}}, "dflow has no setting 'site'"),
     ],
 )
 def test_bad_configs_are_refused_by_name(change, message):

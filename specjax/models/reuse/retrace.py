@@ -20,9 +20,13 @@ from specjax.types import Block, Params, Rejected, Vocabulary
 
 @dataclass(frozen=True)
 class ReTrace:
-    """A gated residual on mask slots: e + (W_v r) * sigmoid(W_g [e; r]), r = m + W_c [m; u]."""
+    """A gated residual on mask slots: e + (W_v r) * sigmoid(W_g [e; r]), r = m + W_c [m; u].
+
+    In training W_c may grow from nothing to what it is (the paper's beta).
+    """
 
     keeps: ClassVar[frozenset[str]] = frozenset({"draft_hidden", "final_hidden"})
+    grows: ClassVar[frozenset[str]] = frozenset({"fuse"})
 
     def table(self, config: Any) -> Table:
         """W_c, W_g and W_v; the last is zero at first, which is plain DFlash."""
