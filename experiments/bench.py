@@ -92,10 +92,22 @@ def report(part: str, **figures: Any) -> None:
     print(json.dumps({"part": part, **tidy}), flush=True)
 
 
-def rounds_arm(target: hub.Target, drafter: Any, rounds: int = 8, **settings: Any) -> Callable:
+def rounds_arm(
+    target: hub.Target,
+    drafter: Any,
+    rounds: int = 8,
+    *,
+    max_new_tokens: int = 1000,
+    **settings: Any,
+) -> Callable:
     """An arm that runs rounds of an endless row; returns milliseconds a round."""
     arguments = specjax.started(
-        target, PROMPT, drafter=drafter, max_new_tokens=1000, eos_token_id=[], **settings
+        target,
+        PROMPT,
+        drafter=drafter,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=[],
+        **settings,
     )
     *fixed, state = arguments
     held = [state]

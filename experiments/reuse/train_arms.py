@@ -18,9 +18,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import attention
 import ceiling
 import compare
 import numpy as np
+import timings
 from compare import gain, shown, tau
 
 import specjax
@@ -88,13 +90,15 @@ def do(arm, seed, target, prompts, lines, args):
     """Trains one drafter and measures it, as far as that has not been done."""
     config = config_of(arm, seed, args)
     uses = ["off", arm if arm in TRAINED[1:] else "reanchor"]
-    wanted = [
+    kinds = [("arm", use) for use in uses]
+    kinds += [("ceiling", None)] if arm in ("base", "control") else []
+    kinds += [("attention", None)] if arm == "carryover" else []
+    wanted = [("training", arm, seed, None, None)] + [
         (kind, arm, seed, reuse, temperature)
         for temperature in args.temperatures
-        for kind, reuse in [("arm", use) for use in uses] + [("ceiling", None)]
-        if kind == "arm" or arm in ("base", "control")
+        for kind, reuse in kinds
     ]
-    missing = [key for key in [("training", arm, seed, None, None), *wanted] if not lines.get(*key)]
+    missing = [key for key in wanted if not lines.get(*key)]
     if not missing:
         return
     specjax.fit(config, runs=args.runs)
@@ -106,25 +110,26 @@ def do(arm, seed, target, prompts, lines, args):
             lines.add(line | training(config, drafter, folder))
             continue
         ids, plain, asked = prompts.at(line["temperature"])
-        if line["kind"] == "ceiling":
-            batch = {"batch_size": asked["batch_size"]}
-            rest = {name: value for name, value in asked.items() if name not in batch}
-            lines.add(line | ceiling.measure(target, drafter, ids, rest, **batch))
-        else:
+        if line["kind"] == "arm":
             lines.add(line | compare.measured(target, drafter, line["reuse"], ids, plain, asked))
+            continue
+        how = {"ceiling": ceiling, "attention": attention}[line["kind"]]
+        alone = {name: asked[name] for name in ("temperature", "max_new_tokens")}
+        lines.add(line | how.measure(target, drafter, ids, alone, asked["batch_size"]))
 
 
 def training(config, drafter, folder):
     """What a run trained on, and how long a step took."""
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     steps = [json.loads(line) for line in text.splitlines()]
-    behind = config.branches.anchors * config.branches.rounds if config.branches else 0
-    tokens = config.rows * config.row_length
+    branches, tokens = config.branches, config.rows * config.row_length
+    trained = branches.anchors * branches.rounds if branches else 0
+    verified = branches.verified * drafter.config.num_drafts if branches else 0
     return {
         "steps": config.steps,
-        "blocks_per_step": config.rows * (config.anchors + behind),
+        "blocks_per_step": config.rows * (config.anchors + trained),
         "labels_per_step": round(float(np.mean([step["labels"] for step in steps])), 1),
-        "target_rows_per_step": tokens + config.rows * behind * drafter.config.num_drafts,
+        "target_rows_per_step": tokens + config.rows * verified,
         "seconds_per_step": round(float(np.median([tokens / s["tokens_per_s"] for s in steps])), 4),
     }
 
@@ -156,10 +161,11 @@ def pairs(lines, args, temperature):
             yield name, one * times, two
 
 
-def room(lines, base, temperature):
-    """What the ceiling of the drafters of `base` is above them, as a gain."""
+def room(lines, base, arm, temperature):
+    """What the ceiling of the drafters of `base` is above them, as a gain; None where `arm` does
+    not reuse anything."""
     found = [lines.get("ceiling", line["arm"], line["seed"], None, temperature) for line in base]
-    if not all(found):
+    if arm[0]["reuse"] == "off" or not all(found):
         return None
     return sum(f["tau_ceiling"] for f in found) / sum(f["tau"] for f in found) - 1
 
@@ -173,8 +179,8 @@ def table(lines, args):
             f"{'rounds saved':<24} {'behind a rejection':<24} of the ceiling  identical"
         )
         for name, base, arm in pairs(lines, args, temperature):
-            above, gained = room(lines, base, temperature), gain(base, arm)
-            share = "-" if not above or "switched off" in name else f"{gained[0] / above:.0%}"
+            above, gained = room(lines, base, arm, temperature), gain(base, arm)
+            share = f"{gained[0] / above:.0%}" if above else "-"
             same, answers = (sum(line[key] for line in arm) for key in ("identical", "answers"))
             rows.append(
                 f"{name:<40} {tau(arm):>7.3f} {tau(arm, 'after_rejection'):>12.3f} / "
@@ -184,6 +190,15 @@ def table(lines, args):
             if len(arm) > 1:
                 each = (gain([one], [two])[0] for one, two in zip(base, arm, strict=True))
                 rows.append(f"{'':<40} by seed: {', '.join(f'{x:+.1%}' for x in each)}")
+    timed = lines.get("timings", None, None, None, None)
+    if timed:
+        rows.append("\nmilliseconds at batch 1, against DFlash\n" + timings.table(timed))
+    rows += [
+        f"\n{line['arm']} {line['seed']}, T = {line['temperature']:g}: attention mass on carried "
+        f"rows {line['mass']:.1%}; by layer {line['by_layer']}; by number of rows {line['by_rows']}"
+        for key, line in lines.known.items()
+        if key[0] == "attention"
+    ]
     rows.append("\nrows a round; tokens a second of the batch")
     rows += [
         f"{line['arm']:<10} {line['reuse']:<10} T = {line['temperature']:<4g} {line['rows']} "
@@ -218,9 +233,9 @@ def figure(lines, args, file):
             for y, (_, base, arm) in zip(at, found, strict=True):
                 each = [gain([one], [two], group)[0] * 100 for one, two in zip(base, arm)]  # noqa: B905
                 axis.plot(each, [y] * len(each), ".", color=f"C{number}", alpha=0.4)
-        for y, (name, base, _) in enumerate(found):
-            above = room(lines, base, temperature)
-            if above and "switched off" not in name:
+        for y, (_, base, arm) in enumerate(found):
+            above = room(lines, base, arm, temperature)
+            if above:
                 axis.plot(100 * above, y, "|", color="black", markersize=12)
         axis.axvline(0, color="grey", linewidth=0.8)
         axis.set(title=f"T = {temperature:g}", xlabel="gain in acceptance length, %")
@@ -239,6 +254,7 @@ def main():
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--turns", type=int, default=30, help="of the timings")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=HERE / "arms.jsonl")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
@@ -252,8 +268,11 @@ def main():
         for seed in args.seeds:
             for arm in TRAINED:
                 do(arm, seed, target, prompts, lines, args)
-    print(table(lines, args))
+        if not lines.get("timings", None, None, None, None):
+            base = specjax.load_drafter(args.runs / "reuse-base" / "drafter", target)
+            lines.add({"kind": "timings"} | timings.measure(target, base, args.turns))
     figure(lines, args, args.out.with_suffix(".png"))
+    print(table(lines, args))
 
 
 if __name__ == "__main__":
