@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import specjax
 from specjax.decoding import loop
 from specjax.models import params
+from specjax.models import target as networks
 from specjax.models.reuse import Carryover, DFlow, ReAnchor, ReTrace
 
 PROMPTS = ["Once upon a time", "Tom had a red", "Lily and her mom went to the park. They saw"]
@@ -61,10 +63,13 @@ def how(method):
     return {"reuse": method} | ({"num_draft": 10} if method.threshold == 0 else {})
 
 
-def decode(target, drafter=None, prompts=PROMPTS, limits=LIMITS, **settings):
+def decode(target, drafter=None, prompts=PROMPTS, limits=LIMITS, stops=(), **settings):
     return specjax.generate(
-        target, prompts, drafter=drafter, max_new_tokens=limits, eos_token_id=[], **settings
+        target, prompts, drafter=drafter, max_new_tokens=limits, eos_token_id=stops, **settings
     )
+
+
+STEP = jax.jit(loop.step, static_argnums=0)
 
 
 def rounds(answers):
@@ -114,18 +119,81 @@ def test_a_method_changes_nothing_but_the_rounds(target, known, name, layout, se
         for n in METHODS
     ],
 )
-def test_a_row_alone_equals_the_row_in_a_batch(target, name):
-    """Rows of a batch are in different phases: prefilled, rejected early or late, finished."""
+def test_a_row_alone_equals_the_row_in_a_batch(target, known, name):
+    """Rows of a batch are in different phases: prefilled, rejected early or late, accepted whole,
+    cut by a limit or a stop, finished."""
     method = METHODS[name]
     drafter, asked = made(target, method), SETTINGS["greedy"] | how(method)
+    asked["stops"] = known(None, "greedy").tokens[2][50:51]
     together = decode(target, drafter, **asked)
+    assert {*together.finish_reason} == {"stop", "length"}
+    assert any(one.emitted[-1] <= one.accepted[-1] for one in together.stats)
+    assert {0, 7} <= {n for one in together.stats for n in one.accepted}
     for b in range(len(PROMPTS)):
         alone = decode(target, drafter, PROMPTS[b : b + 1], LIMITS[b : b + 1], **asked)
         assert alone.tokens == together.tokens[b : b + 1]
         assert rounds(alone) == rounds(together)[b : b + 1]
 
 
+def short_sighted(drafter):
+    """The drafter with sliding windows, which carried and rejected rows have to respect."""
+    layers = replace(drafter.config.layers, windows=(10,) * drafter.config.layers.num_layers)
+    return replace(drafter, config=replace(drafter.config, layers=layers))
+
+
+def of_few_words(drafter, target):
+    """The drafter with a head of its own over half of the vocabulary."""
+    ids = jnp.arange(0, target.config.vocab_size, 2, dtype=jnp.int32)
+    ids = jnp.concatenate([ids, jnp.arange(259, 400, 2, dtype=jnp.int32)])
+    head = networks.vocabulary(target.params).head[ids]
+    return replace(
+        drafter,
+        config=replace(drafter.config, draft_vocab_size=len(ids)),
+        params=drafter.params | {"head": head, "target_ids": ids},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["carryover", "dflow", "reanchor"])
+@pytest.mark.parametrize("kind", ["short-sighted", "of few words"])
+def test_other_kinds_of_drafters(target, known, name, kind):
+    method = METHODS[name]
+    drafter = made(target, method)
+    other = of_few_words(drafter, target) if kind == "of few words" else short_sighted(drafter)
+    got = decode(target, other, **SETTINGS["coupled"], **how(method))
+    assert got.tokens == known(None, "coupled").tokens
+    assert rounds(got) != rounds(decode(target, other, **SETTINGS["coupled"], reuse="off"))
+    assert max(n for one in got.stats for n in one.accepted) > 2
+
+
 # ---------------------------------------------------------------------------- plain at the start
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "carryover" else pytest.mark.slow) for n in METHODS],
+)
+def test_with_an_empty_buffer_every_method_has_the_rounds_of_dflash(target, known, name):
+    method = METHODS[name]
+    decoder, weights, sampling, stops, state = specjax.started(
+        target,
+        PROMPTS,
+        drafter=made(target, method),
+        max_new_tokens=LIMITS,
+        eos_token_id=[],
+        **SETTINGS["greedy"],
+        **how(method),
+    )
+    seen = []
+    while not state.done.all():
+        nothing = replace(state.rejected, count=jnp.zeros_like(state.rejected.count))
+        state = replace(state, rejected=nothing)
+        state, info = STEP(decoder, weights, sampling, stops, state)
+        seen.append(jax.device_get((info.proposed, info.accepted, info.emitted)))
+    for b, (drafted, accepted, emitted) in enumerate(rounds(known("fill", "greedy"))):
+        want = list(zip(drafted, accepted, emitted, strict=True))
+        got = [tuple(int(x[b]) for x in info) for info in seen]
+        assert [one for one in got if one[2]] == want
+
+
 @pytest.mark.parametrize("method", [DFlow(), ReTrace()], ids=repr)
 def test_untrained_weights_give_the_rounds_of_dflash(target, known, method):
     drafter = made(target, method)
@@ -160,23 +228,45 @@ def test_a_method_that_does_not_run_is_no_part_of_the_program(target, asked):
 
 
 # ----------------------------------------------------------------------------------- long runs
+def held(state):
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), state)
+
+
+def live():
+    """How many arrays there are in the process, and their bytes."""
+    arrays = jax.live_arrays()
+    return len(arrays), sum(x.size * x.dtype.itemsize for x in arrays)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_many_rounds_hold_what_the_first_held(target, name):
+def test_a_thousand_rounds_hold_what_the_first_held(target, name):
+    """Shapes, bytes and one program; the row goes back to its start before it reaches its end."""
     method = METHODS[name]
-    drafter = made(target, method)
     decoder, weights, sampling, stops, state = specjax.started(
-        target, PROMPTS[1], drafter=drafter, max_new_tokens=200, eos_token_id=[], **how(method)
+        target,
+        PROMPTS[1],
+        drafter=made(target, method),
+        max_new_tokens=450,
+        eos_token_id=[],
+        **how(method),
     )
-
-    def held(state):
-        return jax.tree.map(lambda x: (x.shape, str(x.dtype)), state)
-
-    first = held(state)
+    start, first = int(state.length[0]), held(state)
     compiled = loop.run_rounds._cache_size()
-    for _ in range(5):
-        state, _ = loop.run_rounds(decoder, weights, sampling, stops, state, 10)
+    amounts = set()
+    while int(state.stats.rounds[0]) < 1000:
+        state, _ = loop.run_rounds(decoder, weights, sampling, stops, state, 40)
         assert held(state) == first
+        state = replace(
+            state,
+            length=jnp.array([start]),
+            done=jnp.array([False]),
+            fresh=jnp.array([0]),
+            target=replace(state.target, length=jnp.array([start - 1])),
+            draft=replace(state.draft, length=jnp.array([start - 1])),
+        )
+        amounts.add(live())
+    assert len(amounts) == 1
     assert loop.run_rounds._cache_size() == compiled + 1
     kept = {
         name

@@ -1,7 +1,7 @@
 """The parallel draft, verify, draft of training against rounds of decoding, anchor by anchor."""
 
-import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -334,38 +334,32 @@ def test_the_gradient_goes_into_the_second_draft_alone(target, batch, method):
     assert float(jnp.abs(own["fc"]).max()) > 0
 
 
-@pytest.mark.parametrize(
-    ("wanted", "passes"),
-    [
-        (WHOLE, [1]),
-        (replace(WHOLE, rounds=2), [1, 2]),
-        (replace(WHOLE, before=2), [3]),
-    ],
-)
-def test_no_gradient_goes_into_what_only_proposes(target, batch, wanted, passes):
-    """Traced only: which of the drafter's passes the gradient of the loss comes back to."""
-    _, weights = network(target, ReTrace())  # it reads the draft's own states
-    count, reached = itertools.count(), set()
-    run = branches._pass
+def test_no_gradient_goes_into_what_was_rejected(target, batch):
+    """Neither into the drafter's states nor into the target's, in a later round either; traced
+    only. Without `stop_gradient` it would."""
+    _, weights = network(target, ReTrace())  # it reads the states of both
+    reached = set()
 
-    def watched(*arguments):
-        number = next(count)
-
+    def watched(name, x):
         @jax.custom_vjp
         def same(x):
             return x
 
-        def backward(_, cotangent):
-            reached.add(number)
-            return (cotangent,)
+        same.defvjp(lambda x: (x, None), lambda _, g: (reached.add(name), (g,))[1])
+        return same(x)
 
-        same.defvjp(lambda x: (x, None), backward)
-        return same(run(*arguments))
+    def rows(config, tokens, hidden, states, *rest):
+        states = replace(states, hidden=watched("target", states.hidden))
+        return run(config, tokens, watched("draft", hidden), states, *rest)
 
-    with mock.patch.object(branches, "_pass", watched):
-        jax.eval_shape(lambda: gradients(target, batch, ReTrace(), weights, ANCHORS, wanted))
-    assert next(count) == 1 + wanted.before + wanted.rounds
-    assert sorted(reached) == passes
+    run, wanted = branches.rejected_rows, replace(WHOLE, rounds=2)
+    trace = partial(gradients, target, batch, ReTrace(), weights, ANCHORS, wanted)
+    with mock.patch.object(branches, "rejected_rows", rows):
+        jax.eval_shape(trace)
+        assert reached == set()
+        with mock.patch.object(jax.lax, "stop_gradient", lambda x: x):
+            jax.eval_shape(lambda: trace())
+        assert reached == {"draft", "target"}
 
 
 @pytest.mark.slow
