@@ -1,4 +1,4 @@
-"""Models known by name: a target and its drafter inside the package, and a target converted from a
+"""Models known by name: a target and its drafters inside the package, and a target converted from a
 registry package."""
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import jax
 
 from specjax.models.storage import open_checkpoint, read_json
 
-PACKAGED = ("stories260k", "stories260k-dflash", "smollm2-135m")
-
 _ASSETS = Path(__file__).parents[1] / "assets"
+INSIDE = tuple(sorted(path.name for path in _ASSETS.iterdir() if path.is_dir()))
+PACKAGED = (*INSIDE, "smollm2-135m")
+
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -42,7 +43,7 @@ def resolve(name: str) -> Path | None:
     Raises:
       FileNotFoundError: the model has not been converted on this machine yet.
     """
-    if name in ("stories260k", "stories260k-dflash"):
+    if name in INSIDE:
         return _ASSETS / name
     if name == "smollm2-135m":
         directory = cache_dir() / name

@@ -1,4 +1,4 @@
-"""The drafter inside the package: it loads by name, changes no token, and is worth what is said."""
+"""The drafters inside the package: they load by name, change no token, are worth what is said."""
 
 import numpy as np
 import pytest
@@ -6,20 +6,28 @@ import pytest
 import specjax
 from specjax import evaluation
 from specjax.models import packaged
+from specjax.models.reuse import name_of
 
 PROMPTS = "experiments/prompts/stories-test.jsonl"
 
 
-def test_the_packaged_drafter_accepts_long_and_changes_nothing():
+@pytest.mark.parametrize("name", [name for name in packaged.INSIDE if name != "stories260k"])
+def test_a_packaged_drafter_accepts_long_and_changes_nothing(name):
+    """With the reuse that it was trained for, if any, and with that switched off."""
+    assert sum(file.stat().st_size for file in packaged.resolve(name).iterdir()) < 1_000_000
     target = specjax.load_target("stories260k")
-    drafter = specjax.load_drafter("stories260k-dflash", target)
+    drafter = specjax.load_drafter(name, target)
     prompts = [turns[0] for turns in evaluation.read_prompts(PROMPTS, 16)]
     call = {"max_new_tokens": 128, "temperature": 0.0, "batch_size": 16}
     plain = specjax.generate(target, prompts, **call)
-    fast = specjax.generate(target, prompts, drafter=drafter, **call)
-    assert fast.tokens == plain.tokens
-    emitted = np.concatenate([stats.emitted for stats in fast.stats])
-    assert emitted.mean() > 3.0
+    trained = drafter.config.reuse and name_of(drafter.config.reuse)
+    assert trained is None or name == f"stories260k-{trained}"
+    for reuse in (None,) if trained is None else (trained, "off"):
+        fast = specjax.generate(target, prompts, drafter=drafter, reuse=reuse, **call)
+        assert fast.settings["reuse"] == (None if reuse == "off" else reuse)
+        assert fast.tokens == plain.tokens
+        emitted = np.concatenate([stats.emitted for stats in fast.stats])
+        assert emitted.mean() > 3.0
 
 
 @pytest.mark.slow
