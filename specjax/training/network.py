@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from specjax.models.drafter import DrafterConfig
 from specjax.models.drafter_hf import check_config
@@ -65,6 +66,16 @@ def drafter_config(shape: Shape, target: Target) -> DrafterConfig:
     except ValueError as error:
         raise ValueError(f"drafter: {error}") from None
     return made
+
+
+def with_verification_head(
+    network: DrafterConfig, start: Params | None
+) -> tuple[DrafterConfig, Params | None]:
+    """The network with a verification head: a fresh one, unless `start` has trained it."""
+    if start is not None and not network.verification_head:
+        E = network.layers.hidden_size
+        start = start | {"verification_head": {"weight": jnp.zeros(E), "bias": jnp.zeros(1)}}
+    return replace(network, verification_head=True), start
 
 
 def with_reuse(

@@ -43,7 +43,7 @@ from specjax.training.config import TrainConfig
 from specjax.training.features import FeatureCache
 from specjax.training.log import Log
 from specjax.training.losses import DECAYING
-from specjax.training.network import drafter_config, with_reuse
+from specjax.training.network import drafter_config, with_reuse, with_verification_head
 from specjax.training.packing import Batch, Packing
 from specjax.training.trainer import Plan, States, TrainState
 from specjax.types import Params
@@ -155,6 +155,8 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         raise ValueError("init_from has a head of its own over a reduced vocabulary: not trained")
     if config.reuse is not None:
         network, start = with_reuse(config, network, start)
+    if config.objective.verification:
+        network, start = with_verification_head(network, start)
     if config.objective.weights in DECAYING:
         config.objective.decay(network.block_size)
     if config.heldout is not None:
