@@ -50,7 +50,7 @@ def decode(target, drafter=None, **settings):
     return specjax.generate(target, PROMPTS, drafter=drafter, max_new_tokens=60, **settings)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_text_stays_that_of_plain_decoding(target, drafter, temperature):
     plain = decode(target, temperature=temperature)
     got = decode(target, drafter, temperature=temperature, verify="match", stop_below=0.6)
