@@ -11,7 +11,7 @@ unless `--data` says otherwise, for the five arms with the best mean over the ru
 unless `--arms` names them, and for D-PACE. What is trained is in `runs/objectives/`; what decoding
 gave is in `screen.jsonl` and `final.jsonl` beside this file, a line per arm, seed, text and rule.
 A command that was interrupted goes on: what is trained or in the file is not done again. Two cores
-take about 30 minutes for `screen` and 35 for `final`. In a minute or two
+take about 30 minutes for `screen` and 40 for `final`. In a minute or two
 
     python experiments/objectives/compare.py screen --steps 5 --base-steps 5 --limit 4 \
         --openings 128 --arms ce bv --runs /tmp/try --out /tmp/try
