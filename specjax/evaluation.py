@@ -26,6 +26,7 @@ from specjax.decoding.stats import PromptStats, summary
 from specjax.models import target as networks
 from specjax.models.hub import Target
 
+DRAFTING = ("num_draft", "verify", "reuse", "stop_below")  # settings that plain decoding has not
 NEAR_TIE = 1e-3  # gap of the two best scores below which float32 rounding may swap them
 
 
@@ -145,7 +146,7 @@ def evaluate(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     speculative, plain, equality = Arm(), Arm(), Equality()
-    shared = {k: v for k, v in settings.items() if k not in ("num_draft", "verify", "reuse")}
+    shared = {k: v for k, v in settings.items() if k not in DRAFTING}
     total = repeats * sum(len(turns) for turns in map(_turns, prompts))
     for repeat in range(repeats):
         for index, ids in _dialogues(target, prompts, max_new_tokens, shared):

@@ -11,15 +11,16 @@ unless `--data` says otherwise, for the five arms with the best mean over the ru
 unless `--arms` names them, and for D-PACE. What is trained is in `runs/objectives/`; what decoding
 gave is in `screen.jsonl` and `final.jsonl` beside this file, a line per arm, seed, text and rule.
 A command that was interrupted goes on: what is trained or in the file is not done again. Two cores
-take about 30 minutes for `screen` and 35 for `final`. In a minute or two
+take about 30 minutes for `screen` and 40 for `final`. In a minute or two
 
     python experiments/objectives/compare.py screen --steps 5 --base-steps 5 --limit 4 \
         --openings 128 --arms ce bv --runs /tmp/try --out /tmp/try
 
 proves the command. An arm is decoded at T = 0 under the rule match, and at T = 1 under match with
-independent and with coupled drafts, the token rule and block verification. Its gain over the arm
-`--against` is the ratio of tokens a round, less one; the 95% interval is from a bootstrap over
-prompts, which are the same in both arms.
+independent and with coupled drafts, the token rule and block verification; columns with a star are
+closed forms of the same over one and the same text of the target. The gain over the arm `--against`
+is the ratio of tokens a round, less one; its 95% interval is from a bootstrap over prompts, which
+are the same in both arms.
 """
 
 import argparse
@@ -28,18 +29,20 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import table
 
 import specjax
 from specjax import evaluation
 from specjax.training import config as configs
+from specjax.training import data, expected
 
 HERE = Path(__file__).parent
 PROMPTS = "experiments/prompts/stories-test.jsonl"
 OPENINGS_SEED = 77
 
 FLAT = {"gamma": 1e9}  # exponential weights that are all alike
-# The losses of every arm, and the weights of its slots where they are not exp(-(k - 1) / 4).
+# The losses of every arm, and what else its objective has; slots weigh exp(-(k - 1) / 4).
 ARMS = {
     "ce": ({"ce": 1.0}, {}),
     "ce_flat": ({"ce": 1.0}, FLAT),
@@ -54,7 +57,8 @@ ARMS = {
     "interventions": ({"ce": 1.0, "focal": 0.3, "chain": 40.0}, {"gamma": 10.0}),
     "vat_weights": ({"ce": 1.0}, {"weights": "vat"}),
     "vat_losses": ({"ce": 1.0, "kl": 1.0}, {}),
-    "vat": ({"ce": 1.0, "kl": 1.0}, {"weights": "vat"}),
+    "vat_head": ({"ce": 1.0}, {"verification": 1.0}),
+    "vat": ({"ce": 1.0, "kl": 1.0}, {"weights": "vat", "verification": 1.0}),
     "token": ({"ce": 0.1, "token": 0.9}, {}),
     "bv_linear": ({"ce": 0.1, "bv_linear": 0.9}, {}),
     "bv": ({"bv": 1.0}, {}),
@@ -67,10 +71,12 @@ RULES = {
     "token": ("token", 1.0),
     "block": ("block", 1.0),
 }
+# What the closed forms call the rules that sample; they are told from decoding by a star.
+FORMS = {f"{rule}*": verify for rule, (verify, temperature) in RULES.items() if temperature}
 TEXTS = {"greedy": 0.0, "sampled": 1.0}  # their temperatures
 STAGES = {
-    "screen": {"steps": 400, "seeds": 1, "repeats": 1, "data": list(TEXTS)},
-    "final": {"steps": 1200, "seeds": 3, "repeats": 2, "data": ["sampled"]},
+    "screen": {"steps": 400, "seeds": 1, "limit": 60, "repeats": 1, "data": list(TEXTS)},
+    "final": {"steps": 1200, "seeds": 3, "limit": 100, "repeats": 2, "data": ["sampled"]},
 }
 
 
@@ -132,13 +138,13 @@ def arm_of(args, arm, text, seed):
     """The drafter of one arm."""
     if arm == "base":
         return base_of(args)
-    losses, weighing = ARMS[arm]
+    losses, others = ARMS[arm]
     return trained(
         args,
         f"{arm}-{text}-{args.steps}-{seed}",
         [text],
         init_from=str(base_of(args)),
-        objective={"losses": losses, **weighing},
+        objective={"losses": losses, **others},
         optimizer={"learning_rate": 3e-3},
         steps=args.steps,
         rows=4,
@@ -168,18 +174,32 @@ def decoded(args, target, drafter, prompts, rule):
     return counts
 
 
-def measure(args, target, prompts, arm, text, seed, missing):
+def told(args, target, prompts):
+    """What the target answers to the test prompts at T = 1: the text of the closed forms."""
+    folder = args.runs / f"held-{args.limit}"
+    turns = [[prompt] for prompt in prompts]
+    settings = {"temperature": 1.0, "batch_size": len(prompts), "progress": False}
+    return data.answer(target, turns, folder, max_new_tokens=128, **settings)
+
+
+def measure(args, target, prompts, held, arm, text, seed, missing):
     """Trains one arm and yields a line for each missing rule."""
+    forms = None
     begin = time.perf_counter()
     folder = arm_of(args, arm, text, seed)
     seconds = {"training_s": round(time.perf_counter() - begin, 1)}
     drafter = specjax.load_drafter(str(folder), target)
     for rule in missing:
         begin = time.perf_counter()
-        counts = decoded(args, target, drafter, prompts, rule)
+        if rule not in FORMS:
+            counts = decoded(args, target, drafter, prompts, rule)
+        else:
+            forms = forms or expected.rounds(target, drafter.config, drafter.params, held)
+            tokens = np.diff(held.starts) - held.prompt_lengths - 1
+            counts = np.column_stack([tokens, forms[FORMS[rule]].round(3)]).tolist()
         seconds["decoding_s"] = round(time.perf_counter() - begin, 1)
         objective = (
-            {} if arm == "base" else dict(zip(("losses", "weighing"), ARMS[arm], strict=True))
+            {} if arm == "base" else dict(zip(("losses", "settings"), ARMS[arm], strict=True))
         )
         yield {
             **key(args, arm, text, seed, rule),
@@ -205,18 +225,19 @@ def run(args):
     target = specjax.load_target("stories260k")
     openings(args, target)
     prompts = [turns[0] for turns in evaluation.read_prompts(PROMPTS, args.limit)]
+    held = told(args, target, prompts)
     wanted = [("base", "both", 0)]
     wanted += [(a, t, s) for s in range(args.seeds) for t in args.data for a in args.arms]
     there = [
         {name: row[name] for name in key(args, "", "", 0, "")} for row in table.read(args.file)
     ]
     for number, one in enumerate(wanted, 1):
-        missing = [rule for rule in RULES if key(args, *one, rule) not in there]
+        missing = [rule for rule in [*RULES, *FORMS] if key(args, *one, rule) not in there]
         if not missing:
             continue
         print(f"{number}/{len(wanted)}", *one, end=" ", flush=True)
         try:
-            for line in measure(args, target, prompts, *one, missing):
+            for line in measure(args, target, prompts, held, *one, missing):
                 with args.file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
                 print(f"{line['rule']} {line['tau']:.3f}", end=" ", flush=True)
@@ -229,7 +250,7 @@ def best_arms(args, count=5):
     """The arms with the best mean over the rules on sampled text in the screen, and D-PACE."""
     screen = parsed(["screen", "--base-steps", str(args.base_steps)])
     rows = table.chosen(table.read(args.out / "screen.jsonl"), settings_of(screen))
-    ranked = table.ranked(rows, "sampled")
+    ranked = table.ranked([row for row in rows if row["rule"] in RULES], "sampled")
     best = [arm for arm in ranked if arm != "dpace"][:count]
     if not best:
         raise SystemExit("there is no whole screen to choose from: run it, or give --arms")
@@ -249,7 +270,7 @@ def parsed(given=None):
     parser.add_argument("--steps", type=int, help="of an arm")
     parser.add_argument("--seeds", type=int, help="runs of an arm, with seeds from 0 on")
     parser.add_argument("--repeats", type=int, help="answers per prompt at T = 1")
-    parser.add_argument("--base-steps", type=int, default=1500)
+    parser.add_argument("--base-steps", type=int, default=1200)
     parser.add_argument("--openings", type=int, default=1536, help="texts of each kind")
     parser.add_argument("--limit", type=int, help="the first so many test prompts")
     parser.add_argument("--runs", type=Path, default=Path("runs/objectives"))
@@ -269,7 +290,9 @@ def main():
     if not args.table:
         run(args)
     rows = table.chosen(table.read(args.file), settings_of(args))
-    print(table.text(rows, args.against))
+    forms = [row for row in rows if row["rule"] in FORMS]
+    rows = [row for row in rows if row["rule"] in RULES]
+    print(table.text(rows, args.against), table.text(forms, args.against), sep="\n")
     table.figure(rows, args.against, args.file.with_suffix(".png"))
 
 

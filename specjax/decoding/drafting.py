@@ -105,11 +105,15 @@ class DFlash:
       config: the network.
       num_draft: drafts sent to verification; the block itself always has its trained size.
       reuse: what it does with the rows that the round before rejected, or None.
+      stop_below: proposes nothing from the first slot on that its verification head gives a lower
+        probability; 0 proposes all. The head sees states and no drawn token, so that every rule
+        stays exact.
     """
 
     config: DrafterConfig
     num_draft: int
     reuse: Reuse | None = None
+    stop_below: float = 0.0
     hands_law: ClassVar[bool] = True  # of the drafts that it draws: `verify="auto"` asks for it
 
     def __post_init__(self) -> None:
@@ -117,6 +121,14 @@ class DFlash:
             self.reuse.check_num_draft(self.config, self.num_draft)
         else:
             self.config.check_num_draft(self.num_draft)
+        if not 0 <= self.stop_below < 1:
+            raise ValueError(f"stop_below must be at least 0 and below 1, not {self.stop_below}")
+        able = self.config.verification_head and not isinstance(self.reuse, ReAnchor)
+        if self.stop_below and not able:
+            raise ValueError(
+                "stop_below needs a drafter with a verification head (trained with "
+                "objective.verification), and drafts of one block: not reuse='reanchor'"
+            )
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -169,6 +181,9 @@ class DFlash:
         hidden = hidden[:, 0, : self.num_draft]
         logits = backbone.unembed(config, params, vocabulary, hidden)  # [B, K, V]
         count = jnp.full_like(length, self.num_draft)
+        if self.stop_below:
+            sure = jax.nn.sigmoid(backbone.confidence(params, hidden)) >= self.stop_below
+            count = jnp.sum(jnp.cumprod(sure.astype(jnp.int32), axis=1), axis=1)
         kept = hidden if "draft_hidden" in self.keeps else None
         if sampling.drafting == "greedy":
             ids = backbone.target_ids(params, argmax(logits))

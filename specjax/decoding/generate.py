@@ -62,6 +62,7 @@ def generate(
     num_draft: int | Literal["auto"] | None = None,
     verify: str = "auto",
     reuse: Any = None,
+    stop_below: float = 0.0,
     stream: bool = False,
     logprobs: bool = False,
     eos_token_id: int | Sequence[int] | None = None,
@@ -89,6 +90,8 @@ def generate(
       reuse: how the states of rejected drafts are used: by default as the drafter was trained;
         "off"; "reanchor" (or a `ReAnchor`), which every block drafter can; or the name of the
         method that it was trained for.
+      stop_below: propose nothing from the first slot on that the drafter's verification head gives
+        a lower probability of being accepted.
       stream: return an iterator of (index of the prompt, piece of text).
       logprobs: report log probabilities.
       eos_token_id: overrides the model's own end-of-text ids.
@@ -118,6 +121,7 @@ def generate(
         num_draft=num_draft,
         verify=verify,
         reuse=reuse,
+        stop_below=stop_below,
         stream=stream,
         logprobs=logprobs,
         eos_token_id=eos_token_id,
@@ -171,6 +175,7 @@ def _prepare(
     num_draft: int | Literal["auto"] | None = None,
     verify: str = "auto",
     reuse: Any = None,
+    stop_below: float = 0.0,
     stream: bool = False,
     logprobs: bool = False,
     eos_token_id: int | Sequence[int] | None = None,
@@ -194,7 +199,7 @@ def _prepare(
     fixed = num_draft if isinstance(num_draft, int) else None
     if num_draft not in (None, "auto", fixed):
         raise ValueError(f"num_draft={num_draft!r} is not a number, None or 'auto'")
-    network, weights = request.network(target, drafter, fixed, longest, reuse)
+    network, weights = request.network(target, drafter, fixed, longest, reuse, stop_below)
     stops = request.stop_strings(target, stop, stream)
     values = request.sampling_values(target, temperature, top_k, top_p, len(ids))
     rule, drafting = request.rule(verify, values["temperature"], network, steady=not auto)

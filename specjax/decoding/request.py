@@ -95,7 +95,12 @@ def limits(target: Target, prompts: list[list[int]], max_new_tokens: Any) -> lis
 
 
 def network(
-    target: Target, drafter: Any, num_draft: int | None, longest: int, reuse: Any = None
+    target: Target,
+    drafter: Any,
+    num_draft: int | None,
+    longest: int,
+    reuse: Any = None,
+    stop_below: float = 0.0,
 ) -> tuple[Any, Params]:
     """The drafter as the loop sees it, and its parameters.
 
@@ -104,7 +109,7 @@ def network(
       drafter: a loaded drafter, a `Drafter`, a pair of a `Drafter` and its parameters, or None.
       num_draft: drafts verified per round; None: all that it makes.
       longest: prompt and new tokens of the longest row.
-      reuse: as for `generate`.
+      reuse, stop_below: as for `generate`.
 
     Raises:
       ValueError: a drafter of another target, more drafts than it makes, or a reuse of rejected
@@ -113,6 +118,8 @@ def network(
     """
     if not isinstance(drafter, hub.Drafter) and reuse is not None:
         raise ValueError(f"reuse={reuse!r} needs a drafter from load_drafter, not {drafter!r}")
+    if not isinstance(drafter, hub.Drafter) and stop_below:
+        raise ValueError(f"stop_below={stop_below!r} needs a drafter with a verification head")
     if drafter is None:
         return Plain(), {}
     if isinstance(drafter, hub.Drafter):
@@ -127,10 +134,14 @@ def network(
             )
             return Plain(), {}
         # What is switched off is no part of the program: it shares the compile of plain DFlash.
-        config, weights = replace(drafter.config, reuse=None), drafter.params
+        config, off = replace(drafter.config, reuse=None), set()
         if method != drafter.config.reuse:
-            weights = {name: value for name, value in weights.items() if name != "reuse"}
-        return DFlash(config, count, method), weights
+            off.add("reuse")
+        if not stop_below:
+            config = replace(config, verification_head=False)
+            off.add("verification_head")
+        weights = {name: value for name, value in drafter.params.items() if name not in off}
+        return DFlash(config, count, method, stop_below), weights
     made, params = drafter if isinstance(drafter, tuple) else (drafter, {})
     if not hasattr(made, "propose"):
         raise TypeError(f"{drafter!r} is no drafter: load one with load_drafter, or use NGram()")

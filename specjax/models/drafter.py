@@ -44,6 +44,7 @@ class DrafterConfig:
       logit_softcap: c in c * tanh(logits / c), or None.
       template: fingerprint of the chat template and thinking flag it was trained with, or None.
       reuse: the method of reusing rejected states that it was trained with, or None.
+      verification_head: whether it tells how sure it is of its slots; see `confidence`.
     """
 
     layers: LayerConfig
@@ -62,6 +63,7 @@ class DrafterConfig:
     logit_softcap: float | None = None
     template: str | None = None
     reuse: Reuse | None = None
+    verification_head: bool = False
 
     @property
     def first_slot(self) -> int:
@@ -106,6 +108,11 @@ def table(config: DrafterConfig) -> Table:
         )
     if config.reuse is not None:
         tensors["reuse"] = config.reuse.table(config)
+    if config.verification_head:
+        tensors["verification_head"] = {
+            "weight": Param((E,), (None,), "zeros", "verification_head.weight"),
+            "bias": Param((1,), (None,), "zeros", "verification_head.bias"),
+        }
     return tensors
 
 
@@ -193,6 +200,14 @@ def unembed(config: DrafterConfig, params: Params, vocabulary: Vocabulary, hidde
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     return logits
+
+
+def confidence(params: Params, hidden: Array) -> Array:
+    """How likely verification is to accept a slot and all before it: logits [..., K] float32 of
+    final hidden states [..., K, E] (the verification head of VAT, arXiv 2608.30135)."""
+    head = params["verification_head"]
+    logits = jnp.einsum("...e,e->...", hidden, head["weight"]) + head["bias"][0]
+    return logits.astype(jnp.float32)
 
 
 def restrict(params: Params, vocabulary: Vocabulary, ids: Array) -> Params:

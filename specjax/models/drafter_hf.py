@@ -59,6 +59,7 @@ def config_from_hf(config: Mapping[str, Any], *, layout: Layout | None = None) -
         logit_softcap=merged.get("final_logit_softcapping") or None,
         template=own.get("template"),
         reuse=reuse.from_json(own["reuse"]) if own.get("reuse") else None,
+        verification_head=bool(own.get("verification_head")),
     )
     check_config(parsed)
     return parsed
@@ -101,10 +102,12 @@ def config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         written["output_multiplier"] = config.output_multiplier
     if config.logit_softcap is not None:
         written["final_logit_softcapping"] = config.logit_softcap
-    if config.template is not None or config.reuse is not None:
+    if config.template is not None or config.reuse is not None or config.verification_head:
         written["specjax"] = {"template": config.template}
     if config.reuse is not None:
         written["specjax"]["reuse"] = reuse.to_json(config.reuse)
+    if config.verification_head:
+        written["specjax"]["verification_head"] = True
     return written
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import jax
 
+from specjax.models import drafter as backbone
 from specjax.models.drafter import DrafterConfig
 from specjax.models.drafter_hf import check_config
 from specjax.models.hub import Target
@@ -67,14 +68,21 @@ def drafter_config(shape: Shape, target: Target) -> DrafterConfig:
     return made
 
 
-def with_reuse(
+def extended(
     config: TrainConfig, network: DrafterConfig, start: Params | None
 ) -> tuple[DrafterConfig, Params | None]:
-    """The network with the method's weights: fresh ones, unless `start` has trained them."""
-    assert config.reuse is not None
-    method = config.reuse.made
-    if network.reuse not in (None, method):
-        raise ValueError(f"init_from was trained with {network.reuse}, not with {method}")
-    if start is not None and network.reuse is None:
-        start = start | {"reuse": init(method.table(network), jax.random.key(config.seed))}
-    return replace(network, reuse=method), start
+    """The network with what else is trained, a method of reuse and a verification head; fresh
+    weights where `start` has none of it."""
+    if config.reuse is not None:
+        method = config.reuse.made
+        if network.reuse not in (None, method):
+            raise ValueError(f"init_from was trained with {network.reuse}, not with {method}")
+        if start is not None and network.reuse is None:
+            start = start | {"reuse": init(method.table(network), jax.random.key(config.seed))}
+        network = replace(network, reuse=method)
+    if config.objective.verification:
+        network = replace(network, verification_head=True)
+        if start is not None and "verification_head" not in start:
+            head = backbone.table(network)["verification_head"]
+            start = start | {"verification_head": init(head, jax.random.key(config.seed))}
+    return network, start

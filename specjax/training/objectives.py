@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class Objective:
       gamma: decay of "exponential" and "vat"; None: 7, 5, 4 for blocks of 16, 10, 8.
       alpha: smoothing of "dpace", 0 to 1.
       temperature: of both laws, that of verification.
+      verification: factor of the verification head's loss (VAT, arXiv 2608.30135); 0: no head.
 
     Raises:
       ValueError: an unknown name or a number out of range.
@@ -52,6 +53,7 @@ class Objective:
     gamma: float | None = None
     alpha: float = 0.5
     temperature: float = 1.0
+    verification: float = 0.0
 
     def __post_init__(self) -> None:
         for name, _ in self.losses:
@@ -72,6 +74,8 @@ class Objective:
                 f"temperature must be positive and finite, not {self.temperature}: for "
                 "verification at 0 take the loss chain over greedy text"
             )
+        if not 0 <= self.verification < math.inf:
+            raise ValueError(f"verification must be 0 or more, not {self.verification}")
 
     @property
     def needs_target(self) -> bool:
@@ -134,6 +138,13 @@ class Sums:
         return self.loss / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
+class Verdicts(NamedTuple):
+    """What simulated verification says of every slot, [B, A, K]."""
+
+    hit: Array  # bool: its label is the drafter's first choice
+    weight: Array  # float32; 0 without a label
+
+
 def loss_sums(
     objective: Objective,
     config: DrafterConfig,
@@ -149,8 +160,9 @@ def loss_sums(
 ) -> Sums:
     """Runs the head over all blocks and sums the objective.
 
-    Differentiable in `hidden` (reverse mode), through `loss` alone; vocabulary and target are
-    frozen. Memory is that of one chunk's logits, whatever the number of blocks.
+    Differentiable in `hidden` and in the verification head (reverse mode), through `loss` alone;
+    vocabulary and target are frozen. Memory is that of one chunk's logits, whatever the number of
+    blocks.
 
     Args:
       objective: losses and weights.
@@ -191,21 +203,32 @@ def loss_sums(
     per_row = max(1, chunk // hidden.shape[0])
     progress = jnp.asarray(progress, jnp.float32)
     fixed = head, tokens, labels.mask, teacher, progress
-    return _head_sums((objective, config, per_row), hidden, *fixed)
+    sums, verdicts = _head_sums((objective, config, per_row), hidden, *fixed)
+    if not objective.verification:
+        return sums
+    sure = _verification(params, hidden, verdicts)
+    return replace(sums, loss=sums.loss + objective.verification * sure)
+
+
+def _verification(params: Params, hidden: Array, verdicts: Verdicts) -> Array:
+    """Binary cross-entropy of the verification head, []: is a slot right, and all before it?"""
+    logits = drafter.confidence(params, hidden)
+    right = jnp.cumprod(verdicts.hit.astype(jnp.float32), axis=-1)
+    return jnp.sum(verdicts.weight * (jax.nn.softplus(logits) - right * logits))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _head_sums(static: Any, hidden: Array, *fixed: Any) -> Sums:
+def _head_sums(static: Any, hidden: Array, *fixed: Any) -> tuple[Sums, Verdicts]:
     """The sums; `fixed`: head [V', E], tokens, mask [B, A, K], target states or None, progress."""
     return _over_chunks(static, hidden, *fixed, with_gradient=False)[0]
 
 
-def _forward(static: Any, hidden: Array, *fixed: Any) -> tuple[Sums, Array]:
+def _forward(static: Any, hidden: Array, *fixed: Any) -> tuple[tuple[Sums, Verdicts], Array]:
     return _over_chunks(static, hidden, *fixed, with_gradient=True)
 
 
-def _backward(static: Any, gradient: Array, cotangents: Sums) -> tuple[Array | None, ...]:
-    scale = cotangents.loss.astype(gradient.dtype).reshape((1,) * gradient.ndim)
+def _backward(static: Any, gradient: Array, cotangents: Any) -> tuple[Array | None, ...]:
+    scale = cotangents[0].loss.astype(gradient.dtype).reshape((1,) * gradient.ndim)
     return gradient * scale, None, None, None, None, None
 
 
@@ -222,10 +245,10 @@ def _over_chunks(
     progress: Array,
     *,
     with_gradient: bool,
-) -> tuple[Sums, Any]:
-    """The sums over all blocks and, if asked for, the gradient of `loss` in `hidden`."""
+) -> tuple[tuple[Sums, Verdicts], Any]:
+    """The sums and verdicts of all blocks and, if asked for, the gradient of `loss` in `hidden`."""
     objective, config, per_row = static
-    B, A, K, E = hidden.shape
+    B, A, K, _ = hidden.shape
     steps = -(-A // per_row)
     size = -(-A // steps)  # even chunks: the last one holds the fewest rows of padding
 
@@ -234,22 +257,26 @@ def _over_chunks(
         return x.reshape(B, steps, size, *x.shape[2:]).swapaxes(0, 1)
 
     def body(total: Sums, piece: Any) -> tuple[Sums, Any]:
-        def loss(x: Array, *rest: Any) -> tuple[Array, Sums]:
-            sums = _chunk_sums(objective, config, head, progress, x, *rest)
-            return sums.loss, sums
+        def loss(x: Array, *rest: Any) -> tuple[Array, tuple[Sums, Verdicts]]:
+            sums, verdicts = _chunk_sums(objective, config, head, progress, x, *rest)
+            return sums.loss, (sums, verdicts)
 
+        gradient = None
         if with_gradient:
-            gradient, sums = jax.grad(loss, has_aux=True)(*piece)
-            return total + sums, gradient
-        return total + loss(*piece)[1], None
+            gradient, (sums, verdicts) = jax.grad(loss, has_aux=True)(*piece)
+        else:
+            _, (sums, verdicts) = loss(*piece)
+        return total + sums, (gradient, verdicts)
+
+    def joined(x: Array) -> Array:  # the inverse of split
+        return x.swapaxes(0, 1).reshape(B, steps * size, *x.shape[3:])[:, :A]
 
     zero, slots = jnp.zeros((), jnp.float32), jnp.zeros((K,), jnp.float32)
     start = Sums(zero, zero, slots, slots, zero, zero)
     pieces = jax.tree.map(split, (hidden, tokens, mask, teacher))
-    sums, gradient = jax.lax.scan(body, start, pieces)
-    if with_gradient:
-        gradient = gradient.swapaxes(0, 1).reshape(B, steps * size, K, E)[:, :A]
-    return sums, gradient
+    sums, made = jax.lax.scan(body, start, pieces)
+    gradient, verdicts = jax.tree.map(joined, made)
+    return (sums, verdicts), gradient
 
 
 def _chunk_sums(
@@ -261,8 +288,8 @@ def _chunk_sums(
     tokens: Array,
     mask: Array,
     teacher: Array | None,
-) -> Sums:
-    K, E = hidden.shape[2:]
+) -> tuple[Sums, Verdicts]:
+    shape, (K, E) = mask.shape, hidden.shape[2:]
     mask, tokens = mask.reshape(-1, K), tokens.reshape(-1, K)
     vocabulary = Vocabulary(head, head)
     heat = objective.temperature
@@ -285,7 +312,7 @@ def _chunk_sums(
     loss = sum(factor * LOSSES[name](objective, scores) for name, factor in objective.losses)
     hits = hit.astype(jnp.float32)
     seen = mask.astype(jnp.float32)
-    return Sums(
+    sums = Sums(
         loss=jnp.sum(weights * jnp.where(mask, loss, 0.0)),
         weight=jnp.sum(weights),
         correct=jnp.sum(hits, axis=0),
@@ -293,6 +320,7 @@ def _chunk_sums(
         expected=jnp.sum(jnp.cumprod(hits, axis=-1)),
         blocks=jnp.sum(seen[:, 0]),
     )
+    return sums, Verdicts(hit.reshape(shape), weights.reshape(shape))
 
 
 @jax.custom_vjp

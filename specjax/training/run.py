@@ -43,7 +43,7 @@ from specjax.training.config import TrainConfig
 from specjax.training.features import FeatureCache
 from specjax.training.log import Log
 from specjax.training.losses import DECAYING
-from specjax.training.network import drafter_config, with_reuse
+from specjax.training.network import drafter_config, extended
 from specjax.training.packing import Batch, Packing
 from specjax.training.trainer import Plan, States, TrainState
 from specjax.types import Params
@@ -143,8 +143,7 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
     start = None
     if config.init_from is not None:
         loaded = load_drafter(config.init_from, target)
-        network = loaded.config
-        start = unrestricted(network, loaded.params)
+        network, start = loaded.config, unrestricted(loaded.config, loaded.params)
         if config.block_size is not None:
             network = replace(network, block_size=config.block_size)
             check_config(network)
@@ -153,8 +152,7 @@ def prepare(config: TrainConfig, runs: str | Path = "runs") -> Setup:
         network = drafter_config(config.drafter, target)
     if network.draft_vocab_size is not None:
         raise ValueError("init_from has a head of its own over a reduced vocabulary: not trained")
-    if config.reuse is not None:
-        network, start = with_reuse(config, network, start)
+    network, start = extended(config, network, start)
     if config.objective.weights in DECAYING:
         config.objective.decay(network.block_size)
     if config.heldout is not None:
@@ -367,9 +365,8 @@ def _finish(
 
 # ---------------------------------------------------------------------------------------- parts
 def _compute(config: TrainConfig) -> str:
-    if config.compute != "auto":
-        return config.compute
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    fitting = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return fitting if config.compute == "auto" else config.compute
 
 
 def _mesh(config: TrainConfig) -> Mesh | None:

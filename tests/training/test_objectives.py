@@ -12,6 +12,7 @@ import tiny
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.models import drafter_hf
+from specjax.training import objectives
 from specjax.training.blocks import Labels
 from specjax.training.losses import LOSSES
 from specjax.training.objectives import Objective, loss_sums
@@ -286,7 +287,7 @@ def every_loss(hidden, labels, teacher, chunk):
 
 def test_chunks_micro_batches_and_devices_change_no_loss():
     """By a millionth, of every loss there is."""
-    hidden, teacher = HIDDEN / 10, TEACHER / 10
+    hidden, teacher = 0.3 * HIDDEN, 0.3 * TEACHER  # laws far apart: nothing cancels
     everything = (hidden, LABELS, teacher)
     whole = jax.device_get(every_loss(*everything, chunk=B * A))
     halves = [
@@ -314,6 +315,50 @@ def test_laws_are_those_of_the_temperature():
     want = run(Objective(both), HIDDEN / 5, LABELS, TEACHER / 5)
     np.testing.assert_allclose(got[0].loss, want[0].loss, rtol=1e-5)
     np.testing.assert_allclose(got[1], 2 * want[1], rtol=1e-4, atol=1e-6)
+
+
+def test_the_verification_head_learns_which_slots_are_kept():
+    """Its cross-entropy by hand, with gradients in its weights and in the states alike."""
+    objective = Objective(weights="vat", verification=0.7)
+    own = {"weight": jnp.asarray(tiny.tensor("own", (E,))) * 3, "bias": jnp.full((1,), 0.2)}
+
+    @partial(jax.jit, static_argnums=0)
+    def both(objective, hidden, own):
+        def of(hidden, own):
+            params, vocabulary = {"verification_head": own}, Vocabulary(HEAD, HEAD)
+            sums = loss_sums(objective, CONFIG, params, vocabulary, hidden, known, chunk=4)
+            return sums.loss, sums
+
+        return jax.value_and_grad(of, (0, 1), has_aux=True)(hidden, own)
+
+    best = jnp.argmax(HIDDEN @ HEAD.T, axis=-1).astype(jnp.int32)
+    known = LABELS._replace(tokens=best.at[0, 0, 3].set(0).at[1, 1, 0].set(0))
+    (_, sums), (of_hidden, of_own) = both(objective, HIDDEN, own)
+    (_, less), (of_less, _) = both(replace(objective, verification=0.0), HIDDEN, own)
+    right = jnp.cumprod((known.tokens == best).astype(jnp.float32), axis=-1)
+    slot = jnp.arange(K)[None, None]
+    behind = jnp.array([[3, K, K, K, K], [K, 0, K, K, K]])[..., None]  # the first error
+    weight = jnp.exp(-jnp.maximum(slot - behind, 0) / 4) * known.mask.astype(jnp.float32)
+
+    def by_hand(hidden, own):
+        sure = jax.nn.sigmoid(hidden @ own["weight"] + own["bias"][0])
+        loss = -(right * jnp.log(sure) + (1 - right) * jnp.log(1 - sure))
+        return 0.7 * jnp.sum(weight * loss)
+
+    np.testing.assert_allclose(sums.loss - less.loss, by_hand(HIDDEN, own), rtol=1e-4)
+    of_states, of_weights = jax.grad(by_hand, (0, 1))(HIDDEN, own)
+    np.testing.assert_allclose(of_hidden - of_less, of_states, atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), of_own, of_weights)
+
+
+def test_the_head_s_cross_entropy_has_the_numbers_of_the_paper():
+    hidden = jax.scipy.special.logit(jnp.array([[[[0.9, 0.8, 0.4, 0.7]]]]))[..., None]
+    params = {"verification_head": {"weight": jnp.ones(1), "bias": jnp.zeros(1)}}
+    hit = jnp.array([[[True, True, False, True]]])
+    verdicts = objectives.Verdicts(hit, jnp.full((1, 1, 4), 0.25))
+    assert float(objectives._verification(params, hidden[:, 0], verdicts)) == pytest.approx(
+        0.510826, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
