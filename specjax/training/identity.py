@@ -25,17 +25,15 @@ def fingerprint(target: Target) -> str:
     a change that rounds away there is not seen. The same on every device, mesh and process.
     """
     table = networks.table(target.config)
-    sums: dict[str, Any] = {}
-    jax.tree.map(
-        lambda param, value: sums.update({param.hf: _digest(value, param.transposed)}),
-        table,
-        target.params,
-        is_leaf=tables.is_param,
-    )
-    said = {
-        "config": _said(target.config),
-        "tensors": {name: np.asarray(value).tolist() for name, value in sorted(sums.items())},
-    }
+    sums: dict[str, list[int]] = {}
+
+    def add(param: tables.Param, value: jax.Array) -> None:
+        # One after the other: programs over several devices of a CPU that are in flight together
+        # take each other's threads, wait for 40 s, and end the process.
+        sums[param.hf] = np.asarray(_digest(value, param.transposed)).tolist()
+
+    jax.tree.map(add, table, target.params, is_leaf=tables.is_param)
+    said = {"config": _said(target.config), "tensors": dict(sorted(sums.items()))}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
