@@ -5,7 +5,8 @@ mask, and on a GPU cuDNN's. Each output is compared with the reference before it
 run in turn; figures are medians. Beside the times stand the bytes that the forward pass must read
 and write over the measured rate of a copy, and its operations over the measured rate of a product.
 
-parts: forward   one call
+parts: check     forward and gradient of every shape class against the reference; nothing is timed
+       forward   one call
        backward  the gradient of all five arrays
        decode    generation with stories260k and its drafter, the kernels against XLA: the same text
        train     a training step of a drafter for stories260k, likewise: the same loss and gradient
@@ -16,10 +17,11 @@ A table on the screen, JSON lines in --out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from specjax.training.config import from_json
 from specjax.training.packing import Batch
 from specjax.training.run import prepare
 
+PARTS = ["check", "forward", "backward", "decode", "train"]
 KERNELS = {"tpu": ("pallas_tpu",), "gpu": ("pallas_gpu", "pallas_triton")}  # by platform
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 DENSE = 1 << 31  # bytes of a dense mask's scores that are still tried
@@ -164,6 +167,67 @@ def attention(
     return lines
 
 
+def classes(dtypes: list[str]) -> Iterator[tuple[str, str, tuple[jax.Array, ...]]]:
+    """Small problems of every shape class: names, dtypes and random arguments.
+
+    Numbers of rows with groups of 1, 3, 4 and 8 query heads; dtypes, head dims, capacities (also
+    none) and tails (also none) in turn; ranges ragged, from above 0, full and empty; any mask of
+    the tail.
+    """
+    rng, dims, capacities = np.random.default_rng(0), (8, 16, 64, 96, 128, 256), (300, 40, 0, 1100)
+    kinds = itertools.product((1, 4, 5, 7, 8, 16, 32), ((2, 2), (6, 2), (8, 2), (8, 1)))
+    for n, (T, (H, G)) in enumerate(kinds):
+        dtype = dtypes[(n + n // 4) % len(dtypes)]
+        D, S, R = dims[n // 2 % 6], capacities[(n + n // 4) % 4], (T, T + 3, 0)[n % 3]
+        name = f"{T} rows, {H}/{G} heads of {D}, context {S}, tail {R}"
+        args = list(
+            Problem(name, 2, 3, T, H, G, S, R, D, 1.0, False).arguments(jnp.dtype(dtype), n)
+        )
+        bounds = np.sort(rng.integers(0, S + 1, (2, 2, 3, T)), axis=0)
+        bounds[:, 0, 0], bounds[:, 0, 1] = [[0], [S]], S // 2  # a full block and an empty one
+        args[3:5] = jnp.asarray(bounds, jnp.int32)
+        args[7] = jnp.asarray(rng.random((2, 3, T, R)) < 0.5)
+        yield name, dtype, tuple(args)
+
+
+def check(asked: argparse.Namespace) -> list:
+    """A line for each shape class, and the largest errors of all."""
+    lines, worst = [], dict[tuple[str, str], float]()
+    for name, dtype, args in classes(asked.dtypes):
+        errors = {
+            kernel: shape_error(kernel, args)
+            for kernel in ("xla", *KERNELS.get(jax.devices()[0].platform, ()))
+            if api.IMPLEMENTATIONS[kernel].supports(*args) is None
+        }
+        lines.append({"part": "check", "problem": name, "dtype": dtype, "error": errors})
+        for kernel, error in errors.items():
+            worst[kernel, dtype] = float(np.maximum(worst.get((kernel, dtype), 0.0), error))
+            if not error <= TOLERANCE[dtype]:
+                print(f"WRONG: {kernel} in {dtype} by {error:.1e}: {name}")
+    for (kernel, dtype), error in worst.items():
+        print(f"check    {kernel} in {dtype}: {error:.1e} at most", flush=True)
+    return lines
+
+
+def shape_error(kernel: str, args: tuple[jax.Array, ...]) -> float:
+    """The largest error of output and gradients, each relative to its largest value."""
+
+    def both(name: str, args: tuple[jax.Array, ...]) -> list[jax.Array]:
+        attend = partial(block_attention, scale=args[0].shape[-1] ** -0.5, implementation=name)
+        return jax.jit(lambda *args: [attend(*args), *gradient(attend)(*args)])(*args)
+
+    exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+    with jax.default_matmul_precision("highest"):  # float32 is TF32 on a GPU otherwise
+        pairs = zip(both(kernel, args), both("reference", tuple(exact)), strict=True)
+    errors = [
+        jnp.max(jnp.abs(got.astype(jnp.float32) - expected))
+        / jnp.maximum(jnp.max(jnp.abs(expected)), 1e-6)
+        for got, expected in pairs
+        if expected.size
+    ]
+    return float(np.max(errors))  # NaN stays NaN
+
+
 def error_of(function: Callable, args: tuple, scale: float, problem: Problem) -> float | None:
     """Largest error against the reference, relative to its largest value, where that fits."""
     scores = problem.batch * problem.blocks * problem.rows * problem.heads * problem.capacity
@@ -261,7 +325,7 @@ def text(line: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", nargs="+", default=["forward", "backward", "decode", "train"])
+    parser.add_argument("--part", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--problems", nargs="+", help="parts of names; default: all")
     parser.add_argument("--rounds", type=int, default=20)
@@ -274,7 +338,7 @@ def main() -> None:
     )
     lines: list[dict[str, Any]] = []
     for part in asked.part:
-        whole = {"decode": decode, "train": train}.get(part)
+        whole = {"check": check, "decode": decode, "train": train}.get(part)
         lines += whole(asked) if whole else attention(part, asked, copy, products)
     if asked.out:
         asked.out.write_text(
