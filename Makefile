@@ -5,7 +5,7 @@ PARITY := .venv-parity
 AOT := .venv-aot
 BIN := $(VENV)/bin
 
-.PHONY: help setup test test-all lint train generate eval bench smollm2 parity bench-peers bench-train bench-kernels aot clean
+.PHONY: help setup test test-all lint train generate eval bench smollm2 parity bench-peers bench-train bench-kernels aot device clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -83,6 +83,12 @@ bench-train: $(PARITY)/.done  ## one training step against speculators, and the 
 
 bench-kernels: setup  ## time block attention on the device at hand, forward, backward, in decoding and in training
 	$(BIN)/python experiments/bench_kernels.py
+
+# Sizes are written into pallas_kernels/ unless TUNE=--dry-run.
+device: setup  ## on a machine with a GPU or TPU, ten minutes: check the kernels, measure their tile sizes, time them
+	$(BIN)/python experiments/bench_kernels.py --part check
+	$(BIN)/python -m pallas_kernels.tune --dtypes bfloat16 --problems "verify 16 at 8k" "train 256" $(TUNE)
+	$(BIN)/python experiments/bench_kernels.py --part forward backward decode train --dtypes bfloat16 --rounds 10
 
 clean:  ## remove the environments and everything built
 	rm -rf $(VENV) $(PARITY) $(AOT) .venv-3.12 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -4,7 +4,9 @@
 
 One pass over as many bytes as the weights hold (numpy, two threads), then all products of a step,
 head included, in one jitted loop: weights as [out, in] and as [in, out], and with q, k, v and gate,
-up fused into one product each. Arms run in turn; medians in milliseconds, a JSON line a row count.
+up fused into one product each; beside them the rotation of queries and keys in all layers. Then
+what a drafter of 3 layers makes of context rows, keys and values: a product each, and one for all.
+Arms run in turn; medians in milliseconds, a JSON line a row count.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.models.rope import Rope, rotate, rotation
+
 LAYERS, E, KV, MLP, V = 30, 576, 192, 1536, 49152
 SHAPES = {"q": (E, E), "k": (KV, E), "v": (KV, E), "o": (E, E), "gate": (MLP, E), "up": (MLP, E)}
 SHAPES["down"] = (E, MLP)
 FUSED = {"qkv": (E + 2 * KV, E), "o": (E, E), "gate_up": (2 * MLP, E), "down": (E, MLP)}
 STEPS, REPEATS = 8, 5
+DRAFTER_LAYERS, HEADS, KV_HEADS, DIM = 3, 9, 3, 64
 
 
 def read_ms() -> float:
@@ -67,6 +73,44 @@ def weights(shapes: dict, transposed: bool) -> tuple[list, jax.Array]:
     return [{n: matrix(s) for n, s in shapes.items()} for _ in range(LAYERS)], matrix((V, E))
 
 
+@jax.jit
+def rotations(x: jax.Array) -> jax.Array:
+    """Steps of nothing but the rotation of x [rows, HEADS + KV_HEADS, DIM] in every layer."""
+    cos, sin = rotation(Rope(1e5), jnp.arange(x.shape[0]), DIM)
+
+    def body(_: int, x: jax.Array) -> jax.Array:
+        for _ in range(LAYERS):
+            x = jax.lax.optimization_barrier(rotate(x, cos, sin))
+        return x
+
+    return jax.lax.fori_loop(0, STEPS, body, x)
+
+
+@jax.jit
+def context(x: jax.Array, parts: list) -> jax.Array:
+    """Steps of the products of x [rows, E] with parts [E, n], whose columns are the same in all."""
+
+    def body(_: int, x: jax.Array) -> jax.Array:
+        made = [product(x, part, True) for part in parts]
+        rows = [piece for whole in made for piece in jnp.split(whole, whole.shape[1] // KV, 1)]
+        rows = jax.lax.optimization_barrier(rows)  # arrays of their own, as the caches take them
+        return x + sum(row.sum(-1, keepdims=True) for row in rows) * 1e-9
+
+    return jax.lax.fori_loop(0, STEPS, body, x)
+
+
+def medians(arms: dict[str, Callable[[], jax.Array]]) -> dict[str, float]:
+    """Milliseconds a step of each, run in turn."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for repeat in range(REPEATS + 1):
+        for name, run in arms.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            if repeat:  # the first one compiles
+                times[name].append((time.perf_counter() - begin) / STEPS * 1e3)
+    return {name: round(statistics.median(each), 3) for name, each in times.items()}
+
+
 def main() -> None:
     print(json.dumps({"read_weights_once_ms": round(read_ms(), 1)}))
     arms = {
@@ -76,15 +120,17 @@ def main() -> None:
     }
     for rows in (1, 8):
         x = jnp.full((rows, E), 0.1, jnp.float32)
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for repeat in range(REPEATS + 1):
-            for name, arm in arms.items():
-                begin = time.perf_counter()
-                jax.block_until_ready(steps(x, *arm))
-                if repeat:  # the first one compiles
-                    times[name].append((time.perf_counter() - begin) / STEPS * 1e3)
-        medians = {name: round(statistics.median(each), 1) for name, each in times.items()}
-        print(json.dumps({"rows": rows, **medians}), flush=True)
+        heads = jnp.full((rows, HEADS + KV_HEADS, DIM), 0.1, jnp.float32)
+        runs = {name: partial(steps, x, *arm) for name, arm in arms.items()}
+        runs["rotation"] = partial(rotations, heads)
+        print(json.dumps({"rows": rows, **medians(runs)}), flush=True)
+    columns = 2 * DRAFTER_LAYERS
+    parts = [jnp.full((E, KV), 0.01, jnp.float32) for _ in range(columns)]
+    whole = [jnp.full((E, columns * KV), 0.01, jnp.float32)]
+    for rows in (5, 8, 512):
+        x = jnp.full((rows, E), 0.1, jnp.float32)
+        runs = {"a product each": partial(context, x, parts), "one": partial(context, x, whole)}
+        print(json.dumps({"context rows": rows, **medians(runs)}), flush=True)
 
 
 if __name__ == "__main__":
