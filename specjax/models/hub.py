@@ -130,8 +130,9 @@ def load_drafter(
     if config.draft_vocab_size is not None:
         loaded["target_ids"] = _target_ids(config, config.draft_vocab_size, checkpoint, mesh)
     elif (directory / DRAFT_IDS).exists():
-        ids = _replicated(_draft_ids(directory / DRAFT_IDS, target), mesh)
-        loaded = drafter.restrict(loaded, _vocabulary(target), ids)
+        ids = draft_ids(directory, config.vocab_size)
+        if len(ids) < config.vocab_size:
+            loaded = drafter.restrict(loaded, _vocabulary(target), _replicated(ids, mesh))
     if config.template is not None and target.has_tokenizer:
         _warn_template(config.template, target)
     return Drafter(str(name), directory, config, loaded)
@@ -315,15 +316,15 @@ def _target_ids(
     return _replicated(ids, mesh)
 
 
-def _draft_ids(file: Path, loaded: Target) -> np.ndarray:
-    """The ids in `file`, checked."""
+def draft_ids(directory: Path, vocab_size: int) -> np.ndarray:
+    """The ids in a drafter's DRAFT_IDS, checked."""
+    file = directory / DRAFT_IDS
     ids: Any = read_json(file).get("draft_ids")
-    V = loaded.config.vocab_size
     whole = isinstance(ids, list) and bool(ids) and all(type(token) is int for token in ids)
-    if not whole or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < V:
+    if not whole or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < vocab_size:
         raise ValueError(
-            f"{file} must hold draft_ids, ascending tokens of {loaded.name} (0 to {V - 1}); remove "
-            "the file to let the drafter propose any token"
+            f"{file} must hold draft_ids, ascending tokens of the target (0 to {vocab_size - 1}); "
+            "remove the file to let the drafter propose any token"
         )
     return np.asarray(ids, np.int32)
 

@@ -41,7 +41,7 @@ def describe(name: str) -> Description:
         params.check_manifest(drafter.table(config), checkpoint, carried.__contains__)
         lines = _drafter_lines(config) | common
         if (directory / hub.DRAFT_IDS).exists():
-            count = len(read_json(directory / hub.DRAFT_IDS).get("draft_ids") or ())
+            count = len(hub.draft_ids(directory, config.vocab_size))
             lines["proposes"] = f"{count:,} of the target's tokens ({hub.DRAFT_IDS})"
         return Description(name, config, lines)
     model = target.config_from_hf(raw)

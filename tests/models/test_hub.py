@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from specjax.models import drafter, drafter_hf, hub, storage, target, text
+from specjax.models import drafter, drafter_hf, hub, info, storage, target, text
 from specjax.types import Vocabulary
 
 DTYPE_FREE = {"torch_dtype", "dtype"}
@@ -499,11 +499,14 @@ def test_a_drafter_may_propose_some_tokens_only(model, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.params, again.params)
     own = drafter.unrestricted(loaded.config, loaded.params)
     assert jax.tree.structure(own) == jax.tree.structure(free.params)
+    (directory / hub.DRAFT_IDS).write_text(json.dumps({"draft_ids": list(range(97))}))
+    assert "target_ids" not in hub.load_drafter(directory, model).params  # all: as without a file
 
 
 @pytest.mark.parametrize("ids", [[], [3, 1], [1, 1], [0, 97], [-1, 4], ["a"], None, [True]])
 def test_draft_ids_that_are_no_tokens_are_refused(ids, model, tmp_path):
     directory = write_drafter(tmp_path / "d")
     (directory / hub.DRAFT_IDS).write_text(json.dumps({"draft_ids": ids}))
-    with pytest.raises(ValueError, match="must hold draft_ids, ascending tokens"):
-        hub.load_drafter(directory, model)
+    for read in (lambda: hub.load_drafter(directory, model), lambda: info.describe(directory)):
+        with pytest.raises(ValueError, match="must hold draft_ids, ascending tokens"):
+            read()
