@@ -82,6 +82,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         help="drafts verified per round, or auto",
     )
     parser.add_argument("--reuse", help="of rejected states: off, reanchor, or as it was trained")
+    parser.add_argument(
+        "--stop-below",
+        type=float,
+        default=0.0,
+        help="drafts end where the drafter's verification head gives a lower probability",
+    )
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
@@ -101,6 +107,7 @@ def _models(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
         "top_p": args.top_p,
         "verify": args.verify,
         "reuse": args.reuse,
+        "stop_below": args.stop_below,
     }
     if args.drafter is None:
         if args.num_draft is not None:

@@ -51,6 +51,7 @@ def test_info_describes_targets_and_drafters_and_their_fit(tmp_path, capsys):
         (["info", "nowhere"], "nowhere is no directory"),
         (["generate", "--prompt", "x" * 4000], "exceed the 512 positions"),
         (["generate", "--chat", "--prompt", "Hi"], "no chat template"),
+        (["generate", "--prompt", "Hi", "--stop-below", "0.5"], "with a verification head"),
         (["convert", "a.gguf"], "convert needs a directory"),
     ],
 )

@@ -163,6 +163,7 @@ def _check_speculators(config: DrafterConfig) -> None:
         "output_multiplier": config.output_multiplier != 1.0,
         "logit_softcap": config.logit_softcap is not None,
         "reuse": config.reuse is not None,
+        "verification_head": config.verification_head,
     }
     for name, present in unsaid.items():
         if present:

@@ -122,6 +122,7 @@ def _drafter_lines(config: drafter.DrafterConfig) -> dict[str, str]:
         if any(config.causal)
         else "bidirectional",
         "reuse": "none" if config.reuse is None else reuse.name_of(config.reuse),
+        "verification": "head" if config.verification_head else "no head",
         "taps": f"outputs of target layers {list(config.taps)}",
         "mask token": str(config.mask_token_id),
         "vocabulary": f"{config.vocab_size:,} of the target"

@@ -139,6 +139,7 @@ def test_a_drafter_of_some_tokens_goes_out_in_both_layouts(model, tmp_path):
         ({"final_logit_softcapping": 20.0}, "logit_softcap = 20.0"),
         ({"output_multiplier": 0.5}, "output_multiplier = 0.5"),
         ({"input_embedding_scale": 7.0}, "embedding_scale = 7.0"),
+        ({"specjax": {"verification_head": True}}, "verification_head = True"),
     ],
 )
 def test_what_the_speculators_layout_cannot_say_is_refused(overrides, message, model, tmp_path):
