@@ -89,6 +89,7 @@ def main():
     drafter = specjax.load_drafter(args.drafter, target)
     prompts = first_turns(target, evaluation.read_prompts(args.prompts, args.limit))
     settings = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
+    settings["verify"] = "match"
     found = vars(args) | measure(target, drafter, prompts, settings, args.batch_size)
     with (HERE / "attention.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")

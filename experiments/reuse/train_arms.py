@@ -114,7 +114,7 @@ def do(arm, seed, target, prompts, lines, args):
             lines.add(line | compare.measured(target, drafter, line["reuse"], ids, plain, asked))
             continue
         how = {"ceiling": ceiling, "attention": attention}[line["kind"]]
-        alone = {name: asked[name] for name in ("temperature", "max_new_tokens")}
+        alone = {name: asked[name] for name in ("temperature", "max_new_tokens", "verify")}
         lines.add(line | how.measure(target, drafter, ids, alone, asked["batch_size"]))
 
 
@@ -263,6 +263,7 @@ def main():
     if not args.table:
         target = specjax.load_target("stories260k")
         settings = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+        settings["verify"] = "match"  # one text for all arms, at any temperature
         prompts = Prompts(target, evaluation.read_prompts(args.prompts, args.limit), settings)
         do("base", 0, target, prompts, lines, args)
         for seed in args.seeds:
