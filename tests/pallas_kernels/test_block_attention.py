@@ -169,7 +169,7 @@ def test_sizes_and_ragged_ranges(implementation, capacity, tail):
 
 
 @pytest.mark.parametrize("implementation", ALL)
-@pytest.mark.parametrize("capacity", [0, 20])
+@pytest.mark.parametrize("capacity", [0, 20, 150])
 def test_rows_that_see_nothing(implementation, capacity):
     rng = np.random.default_rng(0)
     x, d_out, _ = draw(rng, 1, 2, 3, 4, 2, capacity, 3)
