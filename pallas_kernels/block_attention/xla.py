@@ -191,7 +191,6 @@ def _backward(static, saved, cotangents):
     q, ctx_k, ctx_v, start, end, tail_k, tail_v, tail_mask, out, lse = saved
     d_out, d_lse = cotangents
     dtype = lse.dtype
-    lse = jnp.where(lse == -jnp.inf, 0.0, lse)
     # d score = prob * (d_out . value - shift)
     shift = jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1) - d_lse
 

@@ -156,12 +156,12 @@ def ranges(rng, batch, blocks, rows, capacity):
 )
 def test_sizes_and_ragged_ranges(implementation, capacity, tail):
     """No context, no tail, one chunk exactly, a last chunk that overlaps the one before, and a
-    context that is split over programs."""
+    context that is split over programs; blocks whose rows fill more than one tile."""
     rng = np.random.default_rng(capacity)
-    x, d_out, d_lse = draw(rng, 2, 3, 4, 6, 2, capacity, tail)
-    start, end = ranges(rng, 2, 3, 4, capacity)
+    x, d_out, d_lse = draw(rng, 2, 3, 7, 6, 2, capacity, tail)
+    start, end = ranges(rng, 2, 3, 7, capacity)
     end = end[:, :, :1]  # one end for a block, a start for every row
-    mask = rng.random((1, 3, 4, tail)) < 0.5
+    mask = rng.random((1, 3, 7, tail)) < 0.5
     slot = np.arange(capacity)
     sees = (start[..., None] <= slot) & (slot < end[..., None]), np.repeat(mask, 2, axis=0)
     seen = jnp.asarray(start), jnp.asarray(end), jnp.asarray(mask)
