@@ -37,7 +37,7 @@ def context_gradients(scale, q, ctx_k, ctx_v, start, end, d_out, lse, shift):
       q, d_out: [B, G, M, D].
       ctx_k, ctx_v: [B, G, S, D], S > 0.
       start, end: [B, 1, M, 1] int32.
-      lse, shift: [B, G, M] float32, finite; d_score = prob * (d_out . value - shift).
+      lse, shift: [B, G, M] float32; d_score = prob * (d_out . value - shift).
     """
     queries, capacity = q.shape[2], ctx_k.shape[2]
     rows = min(SIZES.rows, tiles.round_up(queries, LANES))
