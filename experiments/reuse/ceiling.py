@@ -63,7 +63,8 @@ def rounds_of(target, drafter, prompts, settings):
 def tops(config, weights, hidden):
     """The drafter's most likely tokens [B, K, TOP]."""
     vocabulary = networks.vocabulary(weights.target)
-    return jax.lax.top_k(backbone.unembed(config, weights.drafter, vocabulary, hidden), TOP)[1]
+    ids = jax.lax.top_k(backbone.unembed(config, weights.drafter, vocabulary, hidden), TOP)[1]
+    return backbone.target_ids(weights.drafter, ids)
 
 
 TOPS = jax.jit(tops, static_argnums=0)

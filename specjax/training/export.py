@@ -21,6 +21,7 @@ import numpy as np
 from specjax.models import drafter as backbone
 from specjax.models import drafter_hf, hub, info, params
 from specjax.models.drafter import DrafterConfig
+from specjax.models.reuse import name_of
 from specjax.models.storage import read_json, write_directory
 
 Format = Literal["z-lab", "speculators"]
@@ -207,6 +208,8 @@ def _shapes(config: DrafterConfig, dtype: Any, ids: Any) -> str:
         rows["proposes"] = f"{len(ids):,} of {config.vocab_size:,} tokens"
     if config.template is not None:
         rows["chat template"] = config.template
+    if config.reuse is not None:
+        rows["reuse of rejected states"] = name_of(config.reuse)
     return _table(["", ""], [[key, str(value)] for key, value in rows.items()])
 
 
@@ -223,6 +226,7 @@ def _figures(report: Mapping[str, Any]) -> str:
     head = [
         "temperature",
         "rule",
+        "reuse",
         "drafts",
         "acceptance length",
         "tokens/s",
@@ -244,10 +248,10 @@ def _figure_row(run: Mapping[str, Any]) -> list[str]:
     def shown(value: Any, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
+    settings = run.get("settings") or {}
     return [
         str((run.get("asked") or {}).get("temperature", 0)),
-        str((run.get("settings") or {}).get("rule", "-")),
-        str((run.get("settings") or {}).get("num_draft", "-")),
+        *(str(settings.get(name) or "-") for name in ("rule", "reuse", "num_draft")),
         shown(run.get("tau"), 3),
         shown(run.get("tokens_per_s"), 1),
         shown(run.get("plain_tokens_per_s"), 1),

@@ -236,7 +236,7 @@ def test_the_card_tells_what_is_known(model, tmp_path):
     for part in (
         "for `some/target`",
         "46,432, bfloat16",
-        "| 0.0 | match | 5 | 2.612 | 812.3 | 500.1 | 1.62 |",
+        "| 0.0 | match | - | 5 | 2.612 | 812.3 | 500.1 | 1.62 |",
         "**2.700** tokens a round",
         "0.710, 0.500",
         "    specjax train --config a.json",
