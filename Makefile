@@ -85,7 +85,7 @@ bench-kernels: setup  ## time block attention on the device at hand, forward, ba
 	$(BIN)/python experiments/bench_kernels.py
 
 # Sizes are written into pallas_kernels/ unless TUNE=--dry-run.
-device: setup  ## on a machine with a GPU or TPU, ten minutes: check the kernels, measure their tile sizes, time them
+device: setup  ## on a machine with a GPU or TPU: check the kernels, measure their tile sizes, time them
 	$(BIN)/python experiments/bench_kernels.py --part check
 	$(BIN)/python -m pallas_kernels.tune --dtypes bfloat16 --problems "verify 16 at 8k" "train 256" $(TUNE)
 	$(BIN)/python experiments/bench_kernels.py --part forward backward decode train --dtypes bfloat16 --rounds 10

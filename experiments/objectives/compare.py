@@ -14,7 +14,7 @@ A command that was interrupted goes on: what is trained or in the file is not do
 take about 30 minutes for `screen` and 40 for `final`. In a minute or two
 
     python experiments/objectives/compare.py screen --steps 5 --base-steps 5 --limit 4 \
-        --openings 128 --arms ce bv --runs /tmp/try --out /tmp/try
+        --openings 128 --arms ce bv --runs runs/try --out runs/try
 
 proves the command. An arm is decoded at T = 0 under the rule match, and at T = 1 under match with
 independent and with coupled drafts, the token rule and block verification; columns with a star are

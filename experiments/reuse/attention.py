@@ -10,7 +10,6 @@ goes to `attention.jsonl` beside this file. (Published for Carryover, blocks of 
 mean, 23.4% where all 15 rows are there.)
 """
 
-import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ceiling import COMMIT, VERIFY, first_turns
+from ceiling import COMMIT, VERIFY, asked
 from tqdm import tqdm
 
 import specjax
 from pallas_kernels.block_attention import block_attention
-from specjax import evaluation
 from specjax.decoding import loop
 from specjax.models import layers
 
@@ -76,21 +74,8 @@ def measure(target, drafter, prompts, settings, batch_size=8):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="stories260k")
-    parser.add_argument("--drafter", required=True)
-    parser.add_argument("--prompts", default="experiments/prompts/stories-test.jsonl")
-    parser.add_argument("--limit", type=int, default=20)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--batch-size", type=int, default=8)
-    args = parser.parse_args()
-    target = specjax.load_target(args.target)
-    drafter = specjax.load_drafter(args.drafter, target)
-    prompts = first_turns(target, evaluation.read_prompts(args.prompts, args.limit))
-    settings = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
-    settings["verify"] = "match"
-    found = vars(args) | measure(target, drafter, prompts, settings, args.batch_size)
+    args, given = asked(__doc__.splitlines()[0], "stories260k-carryover")
+    found = vars(args) | measure(*given)
     with (HERE / "attention.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     print(json.dumps(found))

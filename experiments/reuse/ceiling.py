@@ -134,10 +134,11 @@ def share(part, whole):
     return [round(float(a / b), 4) if b else None for a, b in zip(part, whole, strict=True)]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def asked(description, drafter):
+    """The command line, and from it the arguments of `measure`."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--target", default="stories260k")
-    parser.add_argument("--drafter", default="stories260k-dflash")
+    parser.add_argument("--drafter", default=drafter)
     parser.add_argument("--prompts", default="experiments/prompts/stories-test.jsonl")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -145,15 +146,19 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
     target = specjax.load_target(args.target)
-    drafter = specjax.load_drafter(args.drafter, target)
-    prompts = first_turns(target, evaluation.read_prompts(args.prompts, args.limit))
-    settings = {
-        "temperature": args.temperature,
-        "verify": "match",
-        "max_new_tokens": args.max_new_tokens,
-    }
-    found = vars(args) | {"block": drafter.config.block_size}
-    found |= measure(target, drafter, prompts, settings, args.batch_size)
+    settings = {name: getattr(args, name) for name in ("temperature", "max_new_tokens")}
+    return args, (
+        target,
+        specjax.load_drafter(args.drafter, target),
+        first_turns(target, evaluation.read_prompts(args.prompts, args.limit)),
+        settings | {"verify": "match"},
+        args.batch_size,
+    )
+
+
+def main():
+    args, given = asked(__doc__.splitlines()[0], "stories260k-dflash")
+    found = vars(args) | {"block": given[1].config.block_size} | measure(*given)
     with open(HERE / "ceiling.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     print(table(found))
