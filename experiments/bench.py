@@ -8,6 +8,7 @@ it gives the cost of a round, not its worth. Scripted drafters give the floor an
            auto     num_draft="auto" with an always-wrong drafter against plain decoding
            perfect  a drafter that is always right against the model tau t_plain / (t_d + t_v)
            context  a round at 256 to 8k used rows of the same capacity
+           rules    a sampled round under each rule, against the token rule
 """
 
 from __future__ import annotations
@@ -284,7 +285,30 @@ def part_context(target: hub.Target, pairs: int) -> None:
     report("context", capacity=held[0].tokens.shape[1], round_ms_by_used_rows=figures)
 
 
-PARTS = {"round": part_round, "auto": part_auto, "perfect": part_perfect, "context": part_context}
+def part_rules(target: hub.Target, pairs: int) -> None:
+    """What verification costs by rule, at temperature 1."""
+    drafter = random_drafter(target)
+    rules = ("token", "block", "match", "match-independent")
+    times = interleaved(
+        {rule: rounds_arm(target, drafter, verify=rule, temperature=1.0) for rule in rules}, pairs
+    )
+    base = times["token"]
+    report(
+        "rules",
+        pairs=pairs,
+        **{f"{rule}_ms": interval(values) for rule, values in times.items()},
+        **{f"{rule}_over_token": interval(times[rule] / base) for rule in rules[1:]},
+        **{f"{rule}_less_token_ms": interval(times[rule] - base) for rule in rules[1:]},
+    )
+
+
+PARTS = {
+    "round": part_round,
+    "auto": part_auto,
+    "perfect": part_perfect,
+    "context": part_context,
+    "rules": part_rules,
+}
 
 
 def main() -> None:

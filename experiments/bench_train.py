@@ -14,6 +14,7 @@ for KL both sides need that pass.
 time     milliseconds of a step; the arms in turn, medians over the rounds, and the ratio of
          each round to the faster of the two attentions of `speculators`
 memory   bytes that our compiled step needs beyond its arguments, by anchors and vocabulary
+losses   our step with every kind of loss, against cross-entropy: `--part losses` needs no torch
 """
 
 from __future__ import annotations
@@ -242,22 +243,11 @@ def compare(loss: str, rounds: int) -> None:
     losses = {name: arm() for name, arm in arms.items()}  # the first step, before any update
     if max(losses.values()) - min(losses.values()) > 1e-4 * abs(losses["specjax"]):
         raise SystemExit(f"the first losses differ, so nothing is timed: {losses}")
-    for arm in arms.values():
-        arm()  # warm-up
-    times = {name: np.array([]) for name in arms}
-    for _ in range(rounds):
-        for name, arm in arms.items():
-            begun = time.perf_counter()
-            arm()
-            times[name] = np.append(times[name], time.perf_counter() - begun)
+    times = timed(arms, rounds)
     mine, *others = times.values()
     fastest = min(others, key=statistics.median)
     ratios = fastest / mine
-    print(f"{loss}: {'ms a step':>31} {'range':>15} {'tokens/s':>9}")
-    for name, values in times.items():
-        middle = statistics.median(values)
-        spread = f"{values.min() * 1e3:.0f}-{values.max() * 1e3:.0f}"
-        print(f"{name:25}{middle * 1e3:10.0f} {spread:>15} {ROWS * LENGTH / middle:9.0f}")
+    show(loss, times)
     row = {
         "loss": loss,
         "rounds": rounds,
@@ -269,6 +259,39 @@ def compare(loss: str, rounds: int) -> None:
         "ratio_range": [round(float(ratios.min()), 3), round(float(ratios.max()), 3)],
     }
     print(json.dumps(row), flush=True)
+
+
+def losses(rounds: int) -> None:
+    """Times our step with every loss; prints a table and the ratios to cross-entropy."""
+    plans = {name: make_plan(name) for name in ("ce", "kl", "tv", "token", "bv_linear", "bv")}
+    problem = make_problem(plans["ce"])
+    start = params.init(backbone.table(network()), jax.random.key(0))
+    times = timed({name: our_arm(plan, problem, start) for name, plan in plans.items()}, rounds)
+    show("loss", times)
+    ratios = {name: values / times["ce"] for name, values in times.items() if name != "ce"}
+    middle = {name: round(float(np.median(values)), 3) for name, values in ratios.items()}
+    print(json.dumps({"rounds": rounds, "ratio_to_ce": middle}), flush=True)
+
+
+def timed(arms: dict[str, Arm], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of every arm, all in turn, after one step to warm up."""
+    for arm in arms.values():
+        arm()
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            begun = time.perf_counter()
+            arm()
+            times[name].append(time.perf_counter() - begun)
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def show(title: str, times: dict[str, np.ndarray]) -> None:
+    print(f"{title}: {'ms a step':>{33 - len(title)}} {'range':>15} {'tokens/s':>9}")
+    for name, values in times.items():
+        middle = statistics.median(values)
+        spread = f"{values.min() * 1e3:.0f}-{values.max() * 1e3:.0f}"
+        print(f"{name:25}{middle * 1e3:10.0f} {spread:>15} {ROWS * LENGTH / middle:9.0f}")
 
 
 def memory(loss: str) -> None:
@@ -308,7 +331,7 @@ def temporary_bytes(plan: trainer.Plan, vocab: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("time", "memory", "all"), default="all")
+    parser.add_argument("--part", choices=("time", "memory", "losses", "all"), default="all")
     parser.add_argument("--loss", choices=("ce", "kl"), nargs="*", default=["ce", "kl"])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -317,6 +340,8 @@ def main() -> None:
             compare(loss, args.rounds)
         if args.part in ("memory", "all"):
             memory(loss)
+    if args.part in ("losses", "all"):
+        losses(args.rounds)
 
 
 if __name__ == "__main__":

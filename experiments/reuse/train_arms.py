@@ -1,16 +1,22 @@
-"""The comparison at equal training, on stories260k: what reuse gains where the control had as much.
+"""The comparison at equal training: what reuse gains where the control had as much.
 
-    python experiments/reuse/train_arms.py           # everything
-    python experiments/reuse/train_arms.py --table   # table and arms.png of what is measured
+    python experiments/reuse/train_arms.py stories260k           # everything
+    python experiments/reuse/train_arms.py stories260k --table   # table and figure of what is known
+    python experiments/reuse/train_arms.py smollm2               # the testbed with room
+    python experiments/reuse/train_arms.py smollm2 --set block_size=16 objective.gamma=7 \
+        --runs runs/reuse-smollm2-block16 --out experiments/reuse/arms-smollm2-block16.jsonl
+    python experiments/reuse/train_arms.py smollm2 --prompts experiments/prompts/copying.jsonl \
+        --out experiments/reuse/arms-smollm2-copying.jsonl   # the same drafters on other prompts
 
-Trains a base drafter (`reuse-base.json`, acceptance length about 2.5: the shipped one leaves next
-to no room), then from it, with several seeds, one drafter an arm: same texts, same steps, same
-number of trained blocks. A control trains 32 plain blocks a row, Carryover and ReTrace 16 plain
-ones and 16 behind a rejection, DFlow 8 and twice 12. Every drafter is measured with its reuse and
-with it switched off, base and control with ReAnchor too, and the ceiling of base and control.
+From one base drafter, with each seed, it trains a drafter an arm: same texts, same steps, same
+number of trained blocks. A control trains plain ones; Carryover and ReTrace spend half of them
+behind a rejection, DFlow three quarters, in two rounds. The base of stories260k is trained first
+(`reuse-base.json`: the shipped drafter leaves next to no room), that of SmolLM2 is the one in
+`experiments/drafters`. Every drafter is measured with its reuse and with it switched off, base and
+control with ReAnchor too, and the ceiling of base and control.
 
-What is in `arms.jsonl` is not done again; runs that were interrupted go on. `--set` changes every
-config, as for `specjax train`: then give another `--runs` and `--out`.
+What is in the file of lines is not done again; runs that were interrupted go on. `--set` changes
+the config of every arm, as for `specjax train`: then give another `--runs` and `--out`.
 """
 
 import argparse
@@ -28,10 +34,40 @@ from compare import gain, shown, tau
 import specjax
 from specjax import evaluation
 from specjax.training import config as configs
+from specjax.training.branches import Branches
+from specjax.training.config import Reusing
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
-TRAINED = ("control", "carryover", "dflow", "retrace")
+# By testbed: the run of the base, the control's, and what command-line options are by default.
+BEDS = {
+    "stories260k": {
+        "base": CONFIGS / "reuse-base.json",
+        "control": CONFIGS / "reuse-control.json",
+        "prompts": "experiments/prompts/stories-test.jsonl",
+        "seeds": [0, 1, 2],
+        "turns": 30,
+        "runs": Path("runs"),
+        "out": HERE / "arms.jsonl",
+    },
+    "smollm2": {
+        "base": None,
+        "control": CONFIGS / "reuse-smollm2.json",
+        "prompts": "experiments/prompts/gsm8k-test.jsonl",
+        "seeds": [0],
+        "limit": 50,
+        "turns": 0,  # they are in timings.jsonl
+        "runs": Path("runs/reuse-smollm2"),
+        "out": HERE / "arms-smollm2.jsonl",
+    },
+}
+# Which share of the control's blocks an arm trains plainly; the rest are drafts behind a rejection.
+TRAINED = {
+    "control": (1, None, None),
+    "carryover": (1 / 2, Reusing("carryover"), Branches()),
+    "dflow": (1 / 4, Reusing("dflow"), Branches(rounds=2)),
+    "retrace": (1 / 2, Reusing("retrace"), Branches(ramp=50)),
+}
 GROUPS = {"of all rounds": "rounds", "behind a rejection": "after_rejection"}
 
 
@@ -74,26 +110,38 @@ class Prompts:
 
 
 def config_of(arm, seed, args):
-    """The run of an arm; its texts and the base are in the same folder of runs."""
-    config = configs.read(CONFIGS / f"reuse-{arm}.json", args.set)
-    sources = tuple(
-        replace(source, answers=str(args.runs / "reuse-answers" / source.name))
-        for source in config.sources
-    )
+    """The run of an arm; None where the testbed has its base from elsewhere."""
     if arm == "base":
-        return replace(config, sources=sources)
-    base = str(args.runs / "reuse-base" / "drafter")
-    return replace(config, name=f"reuse-{arm}-{seed}", sources=sources, init_from=base, seed=seed)
+        return configs.read(args.bed["base"]) if args.bed["base"] else None
+    control = configs.read(args.bed["control"], args.set)
+    share, reuse, branches = TRAINED[arm]
+    plain = round(share * control.anchors)
+    if branches:
+        branches = replace(branches, anchors=(control.anchors - plain) // branches.rounds)
+    name = f"reuse-{arm}-{seed}"
+    return replace(control, name=name, seed=seed, anchors=plain, reuse=reuse, branches=branches)
+
+
+def drafter_of(config, target, args):
+    """A drafter, which is trained where it is missing."""
+    if config:
+        specjax.fit(config, runs=args.runs)
+        return specjax.load_drafter(args.runs / config.name / "drafter", target)
+    control = config_of("control", 0, args)
+    drafter = specjax.load_drafter(control.init_from, target)
+    size = control.block_size or drafter.config.block_size
+    return replace(drafter, config=replace(drafter.config, block_size=size))
 
 
 def do(arm, seed, target, prompts, lines, args):
     """Trains one drafter and measures it, as far as that has not been done."""
     config = config_of(arm, seed, args)
-    uses = ["off", arm if arm in TRAINED[1:] else "reanchor"]
+    uses = ["off", arm if config and config.reuse else "reanchor"]
     kinds = [("arm", use) for use in uses]
     kinds += [("ceiling", None)] if arm in ("base", "control") else []
     kinds += [("attention", None)] if arm == "carryover" else []
-    wanted = [("training", arm, seed, None, None)] + [
+    wanted = [("training", arm, seed, None, None)] if config else []
+    wanted += [
         (kind, arm, seed, reuse, temperature)
         for temperature in args.temperatures
         for kind, reuse in kinds
@@ -101,13 +149,11 @@ def do(arm, seed, target, prompts, lines, args):
     missing = [key for key in wanted if not lines.get(*key)]
     if not missing:
         return
-    specjax.fit(config, runs=args.runs)
-    folder = args.runs / config.name
-    drafter = specjax.load_drafter(folder / "drafter", target)
+    drafter = drafter_of(config, target, args)
     for key in missing:
         line = dict(zip(Lines.KEYS, key, strict=True))
         if line["kind"] == "training":
-            lines.add(line | training(config, drafter, folder))
+            lines.add(line | training(config, drafter, args.runs / config.name))
             continue
         ids, plain, asked = prompts.at(line["temperature"])
         if line["kind"] == "arm":
@@ -148,7 +194,7 @@ def pairs(lines, args, temperature):
         ("control, against base", ("base", "off"), ("control", "off")),
         ("control with ReAnchor, against control", ("control", "off"), ("control", "reanchor")),
     ]
-    for arm in TRAINED[1:]:
+    for arm in list(TRAINED)[1:]:
         wanted += [
             (f"{arm}, against control", ("control", "off"), (arm, arm)),
             (f"{arm}, against itself switched off", (arm, "off"), (arm, arm)),
@@ -247,30 +293,36 @@ def figure(lines, args, file):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bed", choices=BEDS, help="the testbed")
     parser.add_argument("--table", action="store_true", help="only show what has been measured")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=TRAINED, default=list(TRAINED))
+    parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--prompts", default="experiments/prompts/stories-test.jsonl")
+    parser.add_argument("--prompts")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=50)
-    parser.add_argument("--turns", type=int, default=30, help="of the timings")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=HERE / "arms.jsonl")
+    parser.add_argument("--turns", type=int, help="of the timings; 0: none")
+    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--out", type=Path, help="the file of lines")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
+    args.bed = BEDS[args.bed]
+    for name, value in args.bed.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     lines = Lines(args.out)
     if not args.table:
-        target = specjax.load_target("stories260k")
+        target = specjax.load_target(config_of("control", 0, args).target)
         settings = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
         settings["verify"] = "match"  # one text for all arms, at any temperature
         prompts = Prompts(target, evaluation.read_prompts(args.prompts, args.limit), settings)
         do("base", 0, target, prompts, lines, args)
         for seed in args.seeds:
-            for arm in TRAINED:
+            for arm in args.arms:
                 do(arm, seed, target, prompts, lines, args)
-        if not lines.get("timings", None, None, None, None):
-            base = specjax.load_drafter(args.runs / "reuse-base" / "drafter", target)
+        if args.turns and not lines.get("timings", None, None, None, None):
+            base = drafter_of(config_of("base", 0, args), target, args)
             lines.add({"kind": "timings"} | timings.measure(target, base, args.turns))
     figure(lines, args, args.out.with_suffix(".png"))
     print(table(lines, args))
