@@ -2,16 +2,19 @@
 
     python experiments/objectives/compare.py screen           # every arm, one seed, 400 steps
     python experiments/objectives/compare.py final            # the best five and D-PACE, 3 seeds
+    python experiments/objectives/compare.py smollm2 --arms dpace ...   # SmolLM2-135M, 300 steps
     python experiments/objectives/compare.py screen --table   # nothing is run: table and figure
 
 Run it from the repository root. `screen` lets stories260k tell openings and go on with each of
 them, once greedily and once at temperature 1, trains the base with cross-entropy on both kinds of
 text, and then every arm from that base on each kind. `final` does so longer, on the sampled texts
 unless `--data` says otherwise, for the five arms with the best mean over the rules in `screen`
-unless `--arms` names them, and for D-PACE. What is trained is in `runs/objectives/`; what decoding
-gave is in `screen.jsonl` and `final.jsonl` beside this file, a line per arm, seed, text and rule.
-A command that was interrupted goes on: what is trained or in the file is not done again. Two cores
-take about 30 minutes for `screen` and 40 for `final`. In a minute or two
+unless `--arms` names them, and for D-PACE. `smollm2` starts from the drafter in
+`experiments/drafters`, as `configs/reuse-smollm2.json` says, and learns from the recorded greedy
+answers to GSM8K. What is trained is in `runs/objectives/`; what decoding gave is in `screen.jsonl`,
+`final.jsonl` and `smollm2.jsonl` beside this file, a line per arm, seed, text and rule. A command
+that was interrupted goes on: what is trained or in the file is not done again. Two cores take about
+30 minutes for `screen`, and 25 for `final` where two commands share its arms. In a minute or two
 
     python experiments/objectives/compare.py screen --steps 5 --base-steps 5 --limit 4 \
         --openings 128 --arms ce bv --runs runs/try --out runs/try
@@ -27,6 +30,7 @@ import argparse
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +40,11 @@ import specjax
 from specjax import evaluation
 from specjax.training import config as configs
 from specjax.training import data, expected
+from specjax.training.objectives import Objective
 
 HERE = Path(__file__).parent
 PROMPTS = "experiments/prompts/stories-test.jsonl"
+SMOLLM2 = "experiments/configs/reuse-smollm2.json"
 OPENINGS_SEED = 77
 
 FLAT = {"gamma": 1e9}  # exponential weights that are all alike
@@ -77,6 +83,15 @@ TEXTS = {"greedy": 0.0, "sampled": 1.0}  # their temperatures
 STAGES = {
     "screen": {"steps": 400, "seeds": 1, "limit": 60, "repeats": 1, "data": list(TEXTS)},
     "final": {"steps": 1200, "seeds": 3, "limit": 100, "repeats": 2, "data": ["sampled"]},
+    "smollm2": {
+        "steps": 300,
+        "seeds": 1,
+        "limit": 50,
+        "repeats": 1,
+        "data": ["greedy"],
+        "prompts": "experiments/prompts/gsm8k-test.jsonl",
+        "runs": Path("runs/objectives-smollm2"),
+    },
 }
 
 
@@ -120,6 +135,8 @@ def trained(args, name, texts, **settings):
 
 def base_of(args):
     """The drafter that every arm starts from."""
+    if args.stage == "smollm2":
+        return configs.read(SMOLLM2).init_from
     shape = {"layers": 2, "taps": [0, 1, 2, 3], "mask_token_id": 0, "block_size": 8}
     shape |= {"num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "intermediate_size": 256}
     return trained(
@@ -139,9 +156,15 @@ def arm_of(args, arm, text, seed):
     if arm == "base":
         return base_of(args)
     losses, others = ARMS[arm]
+    name = f"{arm}-{text}-{args.steps}-{seed}"
+    if args.stage == "smollm2":
+        objective = Objective(tuple(losses.items()), **others)
+        run = replace(configs.read(SMOLLM2), name=name, steps=args.steps, seed=seed)
+        specjax.fit(replace(run, objective=objective), runs=args.runs)
+        return args.runs / name / "drafter"
     return trained(
         args,
-        f"{arm}-{text}-{args.steps}-{seed}",
+        name,
         [text],
         init_from=str(base_of(args)),
         objective={"losses": losses, **others},
@@ -177,7 +200,7 @@ def decoded(args, target, drafter, prompts, rule):
 def told(args, target, prompts):
     """What the target answers to the test prompts at T = 1: the text of the closed forms."""
     folder = args.runs / f"held-{args.limit}"
-    turns = [[prompt] for prompt in prompts]
+    turns = [[prompt] for prompt in prompts]  # messages too are one turn
     settings = {"temperature": 1.0, "batch_size": len(prompts), "progress": False}
     return data.answer(target, turns, folder, max_new_tokens=128, **settings)
 
@@ -222,9 +245,12 @@ def settings_of(args):
 
 def run(args):
     """Everything of a stage that is not in its file yet."""
-    target = specjax.load_target("stories260k")
-    openings(args, target)
-    prompts = [turns[0] for turns in evaluation.read_prompts(PROMPTS, args.limit)]
+    target = specjax.load_target("smollm2-135m" if args.stage == "smollm2" else "stories260k")
+    if args.stage != "smollm2":
+        openings(args, target)
+    prompts = [turns[0] for turns in evaluation.read_prompts(args.prompts, args.limit)]
+    if target.tokenizer.chat_template:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     held = told(args, target, prompts)
     wanted = [("base", "both", 0)]
     wanted += [(a, t, s) for s in range(args.seeds) for t in args.data for a in args.arms]
@@ -273,10 +299,12 @@ def parsed(given=None):
     parser.add_argument("--base-steps", type=int, default=1200)
     parser.add_argument("--openings", type=int, default=1536, help="texts of each kind")
     parser.add_argument("--limit", type=int, help="the first so many test prompts")
-    parser.add_argument("--runs", type=Path, default=Path("runs/objectives"))
+    parser.add_argument("--prompts", help="of the test")
+    parser.add_argument("--runs", type=Path)
     parser.add_argument("--out", type=Path, default=HERE, help="of JSON lines and figures")
     args = parser.parse_args(given)
-    for name, value in STAGES[args.stage].items():
+    common = {"prompts": PROMPTS, "runs": Path("runs/objectives")}
+    for name, value in (common | STAGES[args.stage]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.file = args.out / f"{args.stage}.jsonl"

@@ -120,5 +120,10 @@ def figure(rows, against, file):
         axes.axvline(0, color="grey", linewidth=0.8)
         axes.set_yticks(range(len(order)), order)
         axes.set(title=f"trained on {data} text", xlabel=f"tokens a round, % over {against}")
-        axes.legend(fontsize=8, title="decoded by")
+    picture.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=len(found),
+        title="decoded by",
+    )
     picture.savefig(file, dpi=110)
