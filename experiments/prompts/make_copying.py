@@ -1,13 +1,14 @@
-"""Makes copying.jsonl: work whose answer stands in the prompt, for targets that chat.
+"""Makes copying.jsonl and copying-train.jsonl: work whose answer stands in the prompt.
 
     python experiments/prompts/make_copying.py
     python experiments/prompts/make_copying.py --check smollm2-135m   # how much a target copies
 
-Six kinds of ten prompts each: repeating, correcting, quoting, extracting, breaking into lines and
-joining lines. The texts are openings of stories, two at a time, and the statements of GSM8K
-questions of the test split (the question itself would be answered, not copied). Each prompt has one
-worked example as an earlier turn, which a small model needs. Behind a wrong draft the rest of such
-an answer is still determined by the prompt. Run from the repository root.
+For targets that chat. Six kinds of prompts, ten each for tests and 40 each for training: repeating,
+correcting, quoting, extracting, breaking into lines and joining lines. The texts are the statements
+of GSM8K questions (the question itself would be answered, not copied), for tests of the test split
+and by turns with openings of stories, two at a time; for training of the train split. Each prompt
+has one worked example as an earlier turn, which a small model needs. Behind a wrong draft the rest
+of such an answer is still determined by the prompt. Run from the repository root.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from specjax.evaluation import read_prompts
 
 FOLDER = Path("experiments/prompts")
 FILE = FOLDER / "copying.jsonl"
-EACH = 10
+TRAIN = FOLDER / "copying-train.jsonl"
+EACH, EACH_TRAIN = 10, 40
 
 
 def sentences(text):
@@ -67,17 +69,22 @@ KINDS = {
 }
 
 
-def texts():
-    """Texts of 30 to 60 words, by turns from either file, never one twice."""
-    questions = [turns[0] for turns in read_prompts(FOLDER / "gsm8k-test.jsonl")]
+def fitting(texts):
+    """Those of 30 to 60 words in three sentences or more."""
+    return [text for text in texts if 30 <= len(text.split()) <= 60 and len(sentences(text)) > 2]
+
+
+def statements(file):
+    """What GSM8K questions tell before they ask."""
+    questions = [turns[0] for turns in read_prompts(FOLDER / file)]
+    return fitting(" ".join(sentences(question)[:-1]) for question in questions)
+
+
+def test_texts():
+    """Statements and openings by turns, never one twice."""
     openings = [turns[0] for turns in read_prompts(FOLDER / "stories-test.jsonl")]
-    statements = [" ".join(sentences(question)[:-1]) for question in questions]
-    stories = [f"{a} {b}" for a, b in zip(openings[::2], openings[1::2], strict=True)]
-    found = [
-        [text for text in kind if 30 <= len(text.split()) <= 60 and len(sentences(text)) > 2]
-        for kind in (statements, stories)
-    ]
-    return [text for pair in zip(*found) for text in pair]  # noqa: B905
+    stories = fitting(f"{a} {b}" for a, b in zip(openings[::2], openings[1::2], strict=True))
+    return [text for pair in zip(statements("gsm8k-test.jsonl"), stories) for text in pair]  # noqa: B905
 
 
 def asked(kind, text, example):
@@ -112,11 +119,17 @@ def main():
     args = parser.parse_args()
     if args.check:
         return check(args.check)
-    example, *rest = texts()
-    kinds = [kind for kind in KINDS for _ in range(EACH)]
+    write(FILE, test_texts(), EACH)
+    write(TRAIN, statements("gsm8k-train-more.jsonl"), EACH_TRAIN)
+
+
+def write(file, texts, each):
+    """Prompts of every kind; the first text is the example in all of them."""
+    example, *rest = texts
+    kinds = [kind for kind in KINDS for _ in range(each)]
     rows = [asked(kind, text, example) for kind, text in zip(kinds, rest, strict=False)]
     assert len(rows) == len(kinds)
-    FILE.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), "utf-8")
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), "utf-8")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Lines:
 
     def __init__(self, file):
         self.file, self.known = file, {}
+        file.parent.mkdir(parents=True, exist_ok=True)
         for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             self._take(json.loads(text))
 
