@@ -286,11 +286,12 @@ class TrainConfig:
             raise ValueError(
                 f"optimizer.warmup {self.optimizer.warmup} leaves none of {self.steps} steps"
             )
-        for name, weight in self.objective.losses:
-            if not 0 < weight < math.inf:
-                raise ValueError(
-                    f"objective.losses.{name} must be positive and finite, not {weight}"
-                )
+        for part in ("losses", "finish"):
+            for name, weight in getattr(self.objective, part):
+                if not 0 < weight < math.inf:
+                    raise ValueError(
+                        f"objective.{part}.{name} must be positive and finite, not {weight}"
+                    )
         if (self.drafter is None) == (self.init_from is None):
             raise ValueError("give either drafter (a new network) or init_from (a checkpoint)")
         if self.block_size is not None and self.drafter is not None:

@@ -43,6 +43,9 @@ class Objective:
       alpha: smoothing of "dpace", 0 to 1.
       temperature: of both laws, that of verification.
       verification: factor of the verification head's loss (VAT, arXiv 2608.30135); 0: no head.
+      finish: the losses of the last part of a run, if others: KL learns fastest from nothing, BV is
+        what block verification accepts.
+      finish_share: how much of the run that part is.
 
     Raises:
       ValueError: an unknown name or a number out of range.
@@ -54,13 +57,19 @@ class Objective:
     alpha: float = 0.5
     temperature: float = 1.0
     verification: float = 0.0
+    finish: tuple[tuple[str, float], ...] = ()
+    finish_share: float = 0.3
 
     def __post_init__(self) -> None:
-        for name, _ in self.losses:
+        for name in self.names:
             if name not in LOSSES:
                 raise ValueError(f"loss {name!r} is unknown; choose from {', '.join(LOSSES)}")
         if not self.losses or len(dict(self.losses)) < len(self.losses):
             raise ValueError(f"losses {self.losses} must name at least one loss, and each once")
+        if len(dict(self.finish)) < len(self.finish):
+            raise ValueError(f"finish {self.finish} must name each loss once")
+        if not 0 < self.finish_share < 1:
+            raise ValueError(f"finish_share must be between 0 and 1, not {self.finish_share}")
         if self.weights not in WEIGHTS:
             raise ValueError(
                 f"weights {self.weights!r} are unknown; choose from {', '.join(WEIGHTS)}"
@@ -78,9 +87,14 @@ class Objective:
             raise ValueError(f"verification must be 0 or more, not {self.verification}")
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Every loss of the run, each once."""
+        return tuple(dict(self.losses + self.finish))
+
+    @property
     def needs_target(self) -> bool:
         """Whether a loss reads the target's distribution."""
-        return any(name in READ_TARGET for name, _ in self.losses)
+        return any(name in READ_TARGET for name in self.names)
 
     def misread(self, temperature: float, top_k: int = 0, top_p: float = 1.0) -> str | None:
         """What follows where text was recorded at these settings; None where all is as assumed.
@@ -88,7 +102,7 @@ class Objective:
         Losses that weigh a text by R_i are expectations over text that the target draws at the
         temperature of verification, from its whole law.
         """
-        names = ", ".join(name for name, _ in self.losses if name in OF_SAMPLES)
+        names = ", ".join(name for name in self.names if name in OF_SAMPLES)
         if not names or (temperature, top_k, top_p) == (self.temperature, 0, 1.0):
             return None
         if temperature == 0:
@@ -188,7 +202,7 @@ def loss_sums(
             "here; train one with the target's head and restrict the loss by `rows`"
         )
     if objective.needs_target and target_hidden is None:
-        raise ValueError(f"losses {dict(objective.losses)} need the target's final hidden states")
+        raise ValueError(f"losses {objective.names} need the target's final hidden states")
     if objective.weights in DECAYING:
         objective.decay(config.block_size)
     if chunk < 1:
@@ -309,7 +323,7 @@ def _chunk_sums(
     fixed = jax.lax.stop_gradient(scores)
     weights = WEIGHTS[objective.weights](objective, config.block_size, fixed)
     weights = jnp.where(mask, weights, 0.0)
-    loss = sum(factor * LOSSES[name](objective, scores) for name, factor in objective.losses)
+    loss = _loss(objective, scores)
     hits = hit.astype(jnp.float32)
     seen = mask.astype(jnp.float32)
     sums = Sums(
@@ -321,6 +335,23 @@ def _chunk_sums(
         blocks=jnp.sum(seen[:, 0]),
     )
     return sums, Verdicts(hit.reshape(shape), weights.reshape(shape))
+
+
+def _loss(objective: Objective, scores: Scores) -> Array:
+    """The losses that count at this point of the run, [n, K]; either part is a run of its own."""
+
+    def total(losses: tuple[tuple[str, float], ...], progress: Array) -> Array:
+        now = scores._replace(progress=progress)
+        return jnp.asarray(sum(factor * LOSSES[name](objective, now) for name, factor in losses))
+
+    done, share = scores.progress, objective.finish_share
+    if not objective.finish:
+        return total(objective.losses, done)
+    return jax.lax.cond(
+        done < 1 - share,
+        lambda: total(objective.losses, done / (1 - share)),
+        lambda: total(objective.finish, (done - 1 + share) / share),
+    )
 
 
 @jax.custom_vjp

@@ -168,6 +168,7 @@ NUMBERS = {
     "objective.alpha": [math.nan],
     "objective.gamma": [math.inf],
     "objective.losses.ce": [math.nan],
+    "objective.finish.bv": [0.0, math.inf],
 }
 
 

@@ -38,14 +38,12 @@ LABELS = labels([[7, 3, 0, 1, 7], [0, 7, 6, 2, 5]])
 
 
 @partial(jax.jit, static_argnums=(0,), static_argnames=("chunk", "config"))
-def run(objective, hidden, labels, teacher=None, *, chunk=4, rows=None, config=CONFIG):
+def run(objective, hidden, labels, teacher=None, *, chunk=4, rows=None, config=CONFIG, progress=1):
     """The sums, and the gradient of the loss in the hidden states."""
 
     def of(hidden):
-        vocabulary = Vocabulary(HEAD, HEAD)
-        sums = loss_sums(
-            objective, config, {}, vocabulary, hidden, labels, teacher, chunk=chunk, rows=rows
-        )
+        given = config, {}, Vocabulary(HEAD, HEAD), hidden, labels, teacher
+        sums = loss_sums(objective, *given, chunk=chunk, rows=rows, progress=progress)
         return sums.loss, sums
 
     gradient, sums = jax.grad(of, has_aux=True)(hidden)
@@ -317,6 +315,20 @@ def test_laws_are_those_of_the_temperature():
     np.testing.assert_allclose(got[1], 2 * want[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("progress", "part", "own"), [(0, 0, 0), (0.3, 0, 0.5), (0.6, 1, 0), (0.7, 1, 0.25), (1, 1, 1)]
+)
+def test_a_run_of_two_parts(progress, part, own):
+    """Each part is a run of its own: its losses, from nothing done to all done."""
+    parts = (("ce", 0.5), ("bv", 0.3)), (("kl", 0.2), ("bv", 1.0))
+    both = Objective(parts[0], finish=parts[1], finish_share=0.4)
+    got = run(both, HIDDEN, LABELS, TEACHER, progress=progress)
+    want = run(Objective(parts[part]), HIDDEN, LABELS, TEACHER, progress=own)
+    np.testing.assert_allclose(got[0].loss, want[0].loss, rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
+    assert both.names == ("ce", "bv", "kl")
+
+
 def test_the_verification_head_learns_which_slots_are_kept():
     """Its cross-entropy by hand, with gradients in its weights and in the states alike."""
     objective = Objective(weights="vat", verification=0.7)
@@ -377,6 +389,7 @@ def test_text_of_another_law_is_found(losses, recorded, message):
     found = Objective(losses).misread(*recorded)
     assert (found is None) == (message is None)
     assert message is None or re.search(message, found)
+    assert Objective((("kl", 1.0),), finish=losses).misread(*recorded) == found
     if recorded[0] == 0.8:
         assert Objective(losses, temperature=0.8).misread(*recorded) is None
 
@@ -388,6 +401,9 @@ def test_text_of_another_law_is_found(losses, recorded, message):
         ({"losses": (("mse", 1.0),)}, "loss 'mse' is unknown; choose from ce, kl"),
         ({"losses": ()}, "at least one loss"),
         ({"losses": (("ce", 1.0), ("ce", 2.0))}, "each once"),
+        ({"finish": (("mse", 1.0),)}, "loss 'mse' is unknown"),
+        ({"finish": (("bv", 1.0), ("bv", 2.0))}, "finish .* each loss once"),
+        ({"finish_share": 1.0}, "finish_share must be between 0 and 1, not 1.0"),
         ({"weights": "linear"}, "weights 'linear' are unknown; choose from exponential, dpace"),
         ({"gamma": 0.0}, "gamma must be positive, not 0.0"),
         ({"alpha": 1.5}, "alpha must be between 0 and 1, not 1.5"),
