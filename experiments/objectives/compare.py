@@ -2,7 +2,7 @@
 
     python experiments/objectives/compare.py screen           # every arm, one seed, 400 steps
     python experiments/objectives/compare.py final            # the best five and D-PACE, 3 seeds
-    python experiments/objectives/compare.py smollm2 --arms dpace ...   # SmolLM2-135M, 300 steps
+    python experiments/objectives/compare.py smollm2 --arms dpace ...   # SmolLM2-135M, 200 steps
     python experiments/objectives/compare.py screen --table   # nothing is run: table and figure
 
 Run it from the repository root. `screen` lets stories260k tell openings and go on with each of
@@ -10,8 +10,8 @@ them, once greedily and once at temperature 1, trains the base with cross-entrop
 text, and then every arm from that base on each kind. `final` does so longer, on the sampled texts
 unless `--data` says otherwise, for the five arms with the best mean over the rules in `screen`
 unless `--arms` names them, and for D-PACE. `smollm2` starts from the drafter in
-`experiments/drafters`, as `configs/reuse-smollm2.json` says, and learns from the recorded greedy
-answers to GSM8K. What is trained is in `runs/objectives/`; what decoding gave is in `screen.jsonl`,
+`experiments/drafters`, as `configs/reuse-smollm2.json` says, and learns from answers to 320 GSM8K
+questions. What is trained is in `runs/objectives/`; what decoding gave is in `screen.jsonl`,
 `final.jsonl` and `smollm2.jsonl` beside this file, a line per arm, seed, text and rule. A command
 that was interrupted goes on: what is trained or in the file is not done again. Two cores take about
 30 minutes for `screen`, and 25 for `final` where two commands share its arms. In a minute or two
@@ -84,11 +84,11 @@ STAGES = {
     "screen": {"steps": 400, "seeds": 1, "limit": 60, "repeats": 1, "data": list(TEXTS)},
     "final": {"steps": 1200, "seeds": 3, "limit": 100, "repeats": 2, "data": ["sampled"]},
     "smollm2": {
-        "steps": 300,
+        "steps": 200,
         "seeds": 1,
-        "limit": 50,
+        "limit": 40,
         "repeats": 1,
-        "data": ["greedy"],
+        "data": ["sampled"],
         "prompts": "experiments/prompts/gsm8k-test.jsonl",
         "runs": Path("runs/objectives-smollm2"),
     },
@@ -159,8 +159,16 @@ def arm_of(args, arm, text, seed):
     name = f"{arm}-{text}-{args.steps}-{seed}"
     if args.stage == "smollm2":
         objective = Objective(tuple(losses.items()), **others)
+        source = configs.Source(
+            "gsm8k-more",
+            prompts="experiments/prompts/gsm8k-train-more.jsonl",
+            limit=320,
+            answers=str(args.runs / text),
+            max_new_tokens=192,
+            temperature=TEXTS[text],
+        )
         run = replace(configs.read(SMOLLM2), name=name, steps=args.steps, seed=seed)
-        specjax.fit(replace(run, objective=objective), runs=args.runs)
+        specjax.fit(replace(run, sources=(source,), objective=objective), runs=args.runs)
         return args.runs / name / "drafter"
     return trained(
         args,
