@@ -115,6 +115,8 @@ def config_of(arm, seed, args):
     if arm == "base":
         return configs.read(args.bed["base"]) if args.bed["base"] else None
     control = configs.read(args.bed["control"], args.set)
+    if args.bed["base"]:
+        control = replace(control, init_from=str(args.runs / "reuse-base" / "drafter"))
     share, reuse, branches = TRAINED[arm]
     plain = round(share * control.anchors)
     if branches:
