@@ -266,7 +266,7 @@ def run(args):
         {name: row[name] for name in key(args, "", "", 0, "")} for row in table.read(args.file)
     ]
     for number, one in enumerate(wanted, 1):
-        missing = [rule for rule in [*RULES, *FORMS] if key(args, *one, rule) not in there]
+        missing = [rule for rule in [*args.rules, *FORMS] if key(args, *one, rule) not in there]
         if not missing:
             continue
         print(f"{number}/{len(wanted)}", *one, end=" ", flush=True)
@@ -300,6 +300,9 @@ def parsed(given=None):
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--against", default="dpace", help="the arm that gains are over")
     parser.add_argument("--arms", nargs="+", choices=ARMS)
+    parser.add_argument(
+        "--rules", nargs="+", choices=RULES, default=list(RULES), help="to decode by"
+    )
     parser.add_argument("--data", nargs="+", choices=TEXTS, help="texts that arms are trained on")
     parser.add_argument("--steps", type=int, help="of an arm")
     parser.add_argument("--seeds", type=int, help="runs of an arm, with seeds from 0 on")
@@ -327,7 +330,7 @@ def main():
         run(args)
     rows = table.chosen(table.read(args.file), settings_of(args))
     forms = [row for row in rows if row["rule"] in FORMS]
-    rows = [row for row in rows if row["rule"] in RULES]
+    rows = [row for row in rows if row["rule"] in args.rules]
     print(table.text(rows, args.against), table.text(forms, args.against), sep="\n")
     table.figure(rows, args.against, args.file.with_suffix(".png"))
 
