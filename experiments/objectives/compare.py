@@ -11,10 +11,11 @@ text, and then every arm from that base on each kind. `final` does so longer, on
 unless `--data` says otherwise, for the five arms with the best mean over the rules in `screen`
 unless `--arms` names them, and for D-PACE. `smollm2` starts from the drafter in
 `experiments/drafters`, as `configs/reuse-smollm2.json` says, and learns from answers to 320 GSM8K
-questions. What is trained is in `runs/objectives/`; what decoding gave is in `screen.jsonl`,
-`final.jsonl` and `smollm2.jsonl` beside this file, a line per arm, seed, text and rule. A command
-that was interrupted goes on: what is trained or in the file is not done again. Two cores take about
-30 minutes for `screen`, and 25 for `final` where two commands share its arms. In a minute or two
+questions. What is trained is in `runs/objectives/` or `runs/objectives-smollm2/`; what decoding
+gave is in `screen.jsonl`, `final.jsonl` and `smollm2.jsonl` beside this file, a line per arm, seed,
+text and rule. A command that was interrupted goes on: what is trained or in the file is not done
+again. Two cores take about 30 minutes for `screen`, and 25 for `final` where two commands share its
+arms. In a minute or two
 
     python experiments/objectives/compare.py screen --steps 5 --base-steps 5 --limit 4 \
         --openings 128 --arms ce bv --runs runs/try --out runs/try

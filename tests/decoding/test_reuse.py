@@ -28,9 +28,9 @@ METHODS = {
 }
 SETTINGS = {
     "greedy": {"temperature": 0},
-    "coupled": {"temperature": 0.8, "seed": 3, "verify": "match"},
-    "independent": {"temperature": 1.0, "seed": 5, "verify": "match-independent"},
-    "filtered": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 7, "verify": "match"},
+    "coupled": {"temperature": 0.8, "seed": 4, "verify": "match"},
+    "independent": {"temperature": 1.0, "seed": 4, "verify": "match-independent"},
+    "filtered": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 5, "verify": "match"},
     "token": {"temperature": 0, "verify": "token"},
 }
 
@@ -109,10 +109,7 @@ def test_a_method_changes_nothing_but_the_rounds(target, known, name, layout, se
     assert got.tokens == known(None, setting).tokens
     if layout == "fill":
         assert len({n for one in got.stats for n in one.accepted}) > 2
-        # What was rejected was read; drawn texts this short may hold nothing that a shifted block
-        # adds within the block.
-        if name != "reanchor" or setting == "greedy":
-            assert rounds(got) != rounds(known(layout, setting))
+        assert rounds(got) != rounds(known(layout, setting))  # what was rejected was read
 
 
 @pytest.mark.parametrize(
