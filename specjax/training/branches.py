@@ -96,7 +96,8 @@ def drafts(
     Args:
       wanted: rounds, empty share and how proposals are drawn.
       target, config: the networks; `config.reuse` says how rejected rows are used.
-      target_params, params: their parameters, the drafter's in its compute dtype.
+      target_params, params: their parameters, the drafter's in its compute dtype; `drafter.restrict`
+        says which tokens are proposed, as in decoding.
       vocabulary: the target's, in that dtype.
       batch: packed documents.
       clean: the target's pass over them.
@@ -202,7 +203,7 @@ def _propose(
         logits = drafter.unembed(config, params, vocabulary, states)
         if wanted.temperature:
             logits = logits / wanted.temperature + jax.random.gumbel(key, logits.shape)
-        return argmax(logits)
+        return drafter.target_ids(params, argmax(logits))
 
     return jax.lax.map(of_row, (hidden, keys))
 

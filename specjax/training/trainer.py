@@ -195,7 +195,7 @@ def loss_sums(
         plan.target,
         plan.drafter,
         target_params,
-        params,
+        params if rows is None else backbone.restrict(params, vocabulary, rows),
         vocabulary,
         batch,
         clean,

@@ -295,19 +295,23 @@ def plan(target, method, **changes):
     return Plan(target=target.config, drafter=made, **(arguments | changes))
 
 
-def gradients(target, batch, method, weights, at, wanted=WHOLE, progress=1.0):
-    """Of the loss of the branches alone, in the drafter and in the target."""
-    wanted = plan(target, method, branches=wanted, steps=100)
-    starts = trainer.Starts(
+def starts(at=ANCHORS):
+    """No plain blocks, and branches at some rows."""
+    return trainer.Starts(
         Anchors(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), bool)),
         anchors(at),
         jax.random.split(jax.random.key(0), 1),
     )
 
+
+def gradients(target, batch, method, weights, at, wanted=WHOLE, progress=1.0):
+    """Of the loss of the branches alone, in the drafter and in the target."""
+    wanted = plan(target, method, branches=wanted, steps=100)
+
     def loss(weights, target_params):
         states = rows = None
         return trainer.loss_sums(
-            wanted, weights, target_params, batch, starts, states, rows, progress
+            wanted, weights, target_params, batch, starts(at), states, rows, progress
         ).loss
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, target.params)
@@ -332,6 +336,28 @@ def test_the_gradient_goes_into_the_second_draft_alone(target, batch, method):
     own, _ = gradients(target, batch, method, weights, ANCHORS, nothing)
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(own["reuse"]))
     assert float(jnp.abs(own["fc"]).max()) > 0
+
+
+def test_proposals_are_those_that_the_drafter_is_trained_for(target, batch):
+    """Where logits are restricted to some tokens, so are the drafts, as in decoding."""
+    _, weights = network(target, Carryover())
+    rows = jnp.arange(1, target.config.vocab_size, 2)
+    proposed = []
+
+    def watched(*given):
+        proposed.append(np.asarray(given[-1]))
+        return verify(*given)
+
+    verify = branches.verify
+    with mock.patch.object(branches, "verify", watched):
+        for only in (None, rows):
+            trainer.loss_sums(
+                plan(target, Carryover()), weights, target.params, batch, starts(), None, only
+            )
+    freely, some = proposed
+    assert (freely % 2 == 0).any()
+    assert (some % 2 == 1).all()
+    assert (some == freely).any()
 
 
 def test_no_gradient_goes_into_what_was_rejected(target, batch):
