@@ -8,11 +8,13 @@ from specjax.decoding.generate import generate, started, warmup
 from specjax.decoding.loop import prefill, run, run_rounds, step
 from specjax.evaluation import evaluate
 from specjax.models.hub import Drafter, Target, load_drafter, load_target, save_drafter, save_target
+from specjax.models.reuse import ReAnchor
 
 __all__ = [
     "Drafter",
     "Generation",
     "NGram",
+    "ReAnchor",
     "Target",
     "TrainConfig",
     "evaluate",

@@ -110,6 +110,7 @@ class Rejected:
     features: Array  # [B, K or 0, F]
     final_hidden: Array  # [B, K or 0, E]: the target's, after its last norm
     argmax: Array  # [B, K or 0] int32: the verifier's own next token behind each row
+    certainty: Array  # [B, K or 0] float32: its probability of that token, at temperature 1
     draft_hidden: Array  # [B, K or 0, E]: the drafter's, by predicted position
 
 

@@ -35,7 +35,7 @@ TARGET = target.config_from_hf(tiny.target_config("qwen3"))
 DRAFTER = drafter_hf.config_from_hf(tiny.drafter_config())
 E, V = TARGET.layers.hidden_size, TARGET.vocab_size
 F = len(DRAFTER.taps) * E
-FIELDS = ("features", "final_hidden", "argmax", "draft_hidden")
+FIELDS = ("features", "final_hidden", "argmax", "certainty", "draft_hidden")
 
 
 # ------------------------------------------------------------------------------------- heads
@@ -328,6 +328,7 @@ def step(drafter, rule, weights, sampling, state):
         "features": out.features[:, 0],
         "final_hidden": out.hidden[:, 0],
         "argmax": jnp.argmax(p, axis=-1).astype(jnp.int32),
+        "certainty": jnp.max(p, axis=-1),
         "draft_hidden": jnp.zeros((B, W, E)) if proposal.hidden is None else proposal.hidden,
     }
     kept = {name: states[name][:, -K if name in drafter.keeps else W :] for name in FIELDS}
@@ -384,6 +385,7 @@ def initial(drafter):
             features=jnp.zeros((B, kept["features"], width)),
             final_hidden=jnp.zeros((B, kept["final_hidden"], E)),
             argmax=zeros((B, kept["argmax"])),
+            certainty=jnp.zeros((B, kept["certainty"])),
             draft_hidden=jnp.zeros((B, kept["draft_hidden"], E)),
         ),
         stats=Stats(*(zeros((B,)) for _ in range(3)), histogram=zeros((B, W))),

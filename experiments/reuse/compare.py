@@ -5,10 +5,12 @@
         control=runs/reuse-control/drafter carryover=runs/reuse-carryover/drafter \
         off=runs/reuse-carryover/drafter@off reanchor=runs/reuse-control/drafter@reanchor
 
-An arm is NAME=DRAFTER or NAME=DRAFTER@REUSE (as `generate(reuse=)`); the first one is what the
-others are compared with. At temperature 0, and under the rule *match* at any temperature, all arms
-emit the same text, so that the rounds they need for it are an exact paired quantity. Intervals are
-95%, from a bootstrap over prompts. One JSON line per arm and temperature goes to `compare.jsonl`.
+An arm is NAME=DRAFTER or NAME=DRAFTER@REUSE (as `generate(reuse=)`, or "choices" or "both" for
+ReAnchor that trusts the verifier's choices, without and with its shifted blocks); the first one is
+what the others are compared with. At temperature 0, and under the rule *match* at any temperature,
+all arms emit the same text, so that the rounds they need for it are an exact paired quantity.
+Intervals are 95%, from a bootstrap over prompts. One JSON line per arm and temperature goes to
+`compare.jsonl`.
 """
 
 import argparse
@@ -26,28 +28,30 @@ from specjax.models.reuse import Carryover, ReAnchor
 
 HERE = Path(__file__).parent
 RESAMPLES = 10_000
+TRUSTING = {"choices": ReAnchor((), trust=0.25), "both": ReAnchor(trust=0.25)}
 GROUPS = ("rounds", "after_rejection", "after_acceptance")
 
 
 # ------------------------------------------------------------------------------- measuring an arm
-def measured(target, drafter, reuse, prompts, plain, settings):
+def measured(target, drafter, reuse, prompts, plain, settings, timed=True):
     """One arm: rounds and tokens of every prompt, and how many rows a round runs.
 
-    Tokens a second are those of a pass in which nothing was compiled.
+    Tokens a second, where wanted, are those of a pass in which nothing was compiled.
     """
+    method = TRUSTING.get(reuse, reuse)
     while True:
         before = compiles()
-        answers = specjax.generate(target, prompts, drafter=drafter, reuse=reuse, **settings)
-        if compiles() == before:
+        answers = specjax.generate(target, prompts, drafter=drafter, reuse=method, **settings)
+        if compiles() == before or not timed:
             break
     rest = sum(one.new_tokens - 1 for one in answers.stats)
     return {
-        "reuse": answers.settings["reuse"] or "off",
+        "reuse": reuse or answers.settings["reuse"] or "off",
         "temperature": settings["temperature"],
         "answers": len(prompts),
         "identical": sum(a == b for a, b in zip(answers.tokens, plain.tokens, strict=True)),
-        "tokens_per_s": round(rest / answers.seconds, 1),
-        "rows": rows_of_a_round(drafter, reuse),
+        "tokens_per_s": round(rest / answers.seconds, 1) if timed else None,
+        "rows": rows_of_a_round(drafter, method),
         "counts": counts(answers),
     }
 
@@ -73,7 +77,8 @@ def rows_of_a_round(drafter, reuse):
     """Rows that a round runs: of draft blocks, of carried states, and of the target."""
     config, method = drafter.config, reuse_method(drafter, reuse)
     blocks = 1 + len(method.shifts) if isinstance(method, ReAnchor) else 1
-    carried = blocks * config.num_drafts if isinstance(method, Carryover | ReAnchor) else 0
+    carries = isinstance(method, Carryover) or blocks > 1
+    carried = blocks * config.num_drafts if carries else 0
     return {
         "draft": blocks * config.block_size,
         "carried": carried,

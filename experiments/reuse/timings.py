@@ -35,6 +35,7 @@ METHODS = {
     "retrace": ReTrace(),
     "reanchor 1": ReAnchor((1,)),
     "reanchor 1,2,4": ReAnchor((1, 2, 4)),
+    "reanchor, choices": ReAnchor((), trust=0.25),
 }
 STAGES = ("draft", "verify", "commit")
 
@@ -95,13 +96,13 @@ def measure(target, drafter, turns, max_new_tokens=200, methods=METHODS):
 
 def table(found):
     """Medians in milliseconds and what they are of DFlash's."""
-    lines = [f"{'':<16}" + "".join(f"{what:<32}" for what in ("round", *STAGES))]
+    lines = [f"{'':<20}" + "".join(f"{what:<32}" for what in ("round", *STAGES))]
     for name, row in found["methods"].items():
         cells = []
         for what in ("round", *STAGES):
             ms, (ratio, low, high) = row[what]["ms"][0], row[what]["ratio"]
             cells.append(f"{ms:8.2f} {ratio - 1:+7.1%} [{low - 1:+.1%}, {high - 1:+.1%}]")
-        lines.append(f"{name:<16}" + "".join(f"{cell:<32}" for cell in cells))
+        lines.append(f"{name:<20}" + "".join(f"{cell:<32}" for cell in cells))
     return "\n".join(lines)
 
 

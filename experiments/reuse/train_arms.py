@@ -13,7 +13,8 @@ number of trained blocks. A control trains plain ones; Carryover and ReTrace spe
 behind a rejection, DFlow three quarters, in two rounds. The base of stories260k is trained first
 (`reuse-base.json`: the shipped drafter leaves next to no room), that of SmolLM2 is the one in
 `experiments/drafters`. Every drafter is measured with its reuse and with it switched off, base and
-control with ReAnchor too, and the ceiling of base and control.
+control with ReAnchor too (its shifted blocks, the verifier's choices, both), and the ceiling of
+base and control.
 
 What is in the file of lines is not done again; runs that were interrupted go on. `--set` changes
 the config of every arm, as for `specjax train`: then give another `--runs` and `--out`.
@@ -68,6 +69,8 @@ TRAINED = {
     "dflow": (1 / 4, Reusing("dflow"), Branches(rounds=2)),
     "retrace": (1 / 2, Reusing("retrace"), Branches(ramp=50)),
 }
+# What needs no training, as `compare` names it.
+UNTRAINED = {"reanchor": "shifted blocks", "choices": "stale choices", "both": "both"}
 GROUPS = {"of all rounds": "rounds", "behind a rejection": "after_rejection"}
 
 
@@ -139,7 +142,7 @@ def drafter_of(config, target, args):
 def do(arm, seed, target, prompts, lines, args):
     """Trains one drafter and measures it, as far as that has not been done."""
     config = config_of(arm, seed, args)
-    uses = ["off", arm if config and config.reuse else "reanchor"]
+    uses = ["off", arm] if config and config.reuse else ["off", *UNTRAINED]
     kinds = [("arm", use) for use in uses]
     kinds += [("ceiling", None)] if arm in ("base", "control") else []
     kinds += [("attention", None)] if arm == "carryover" else []
@@ -160,7 +163,8 @@ def do(arm, seed, target, prompts, lines, args):
             continue
         ids, plain, asked = prompts.at(line["temperature"])
         if line["kind"] == "arm":
-            lines.add(line | compare.measured(target, drafter, line["reuse"], ids, plain, asked))
+            given = drafter, line["reuse"], ids, plain, asked
+            lines.add(line | compare.measured(target, *given, timed=args.turns > 0))
             continue
         how = {"ceiling": ceiling, "attention": attention}[line["kind"]]
         alone = {name: asked[name] for name in ("temperature", "max_new_tokens", "verify")}
@@ -193,9 +197,13 @@ def pairs(lines, args, temperature):
         return found if all(found) else None
 
     wanted = [
-        ("base with ReAnchor, against base", ("base", "off"), ("base", "reanchor")),
-        ("control, against base", ("base", "off"), ("control", "off")),
-        ("control with ReAnchor, against control", ("control", "off"), ("control", "reanchor")),
+        (f"base with {name}, against base", ("base", "off"), ("base", use))
+        for use, name in UNTRAINED.items()
+    ]
+    wanted += [("control, against base", ("base", "off"), ("control", "off"))]
+    wanted += [
+        (f"control with {name}, against control", ("control", "off"), ("control", use))
+        for use, name in UNTRAINED.items()
     ]
     for arm in list(TRAINED)[1:]:
         wanted += [
@@ -224,7 +232,7 @@ def table(lines, args):
     rows = []
     for temperature in args.temperatures:
         rows.append(
-            f"\nT = {temperature:g}{'':<38} tau  behind a rejection / else   "
+            f"\nT = {temperature:g}{'':<44} tau  behind a rejection / else   "
             f"{'rounds saved':<24} {'behind a rejection':<24} of the ceiling  identical"
         )
         for name, base, arm in pairs(lines, args, temperature):
@@ -232,13 +240,13 @@ def table(lines, args):
             share = f"{gained[0] / above:.0%}" if above else "-"
             same, answers = (sum(line[key] for line in arm) for key in ("identical", "answers"))
             rows.append(
-                f"{name:<40} {tau(arm):>7.3f} {tau(arm, 'after_rejection'):>12.3f} / "
+                f"{name:<46} {tau(arm):>7.3f} {tau(arm, 'after_rejection'):>12.3f} / "
                 f"{tau(arm, 'after_acceptance'):.3f}         {shown(gained):<24} "
                 f"{shown(gain(base, arm, 'after_rejection')):<24} {share:>14}  {same}/{answers}"
             )
             if len(arm) > 1:
                 each = (gain([one], [two])[0] for one, two in zip(base, arm, strict=True))
-                rows.append(f"{'':<40} by seed: {', '.join(f'{x:+.1%}' for x in each)}")
+                rows.append(f"{'':<46} by seed: {', '.join(f'{x:+.1%}' for x in each)}")
     timed = lines.get("timings", None, None, None, None)
     if timed:
         rows.append("\nmilliseconds at batch 1, against DFlash\n" + timings.table(timed))
@@ -251,7 +259,7 @@ def table(lines, args):
     rows.append("\nrows a round; tokens a second of the batch")
     rows += [
         f"{line['arm']:<10} {line['reuse']:<10} T = {line['temperature']:<4g} {line['rows']} "
-        f"{line['tokens_per_s']:.0f}"
+        f"{line['tokens_per_s'] or '-'}"
         for key, line in lines.known.items()
         if key[0] == "arm" and key[2] == min(args.seeds)
     ]

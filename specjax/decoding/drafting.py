@@ -176,7 +176,7 @@ class DFlash:
             logits = backbone.target_logits(params, vocabulary, logits)
             noise = self._noise(sampling, key, position, logits.shape[-1])
             return merge(
-                block, logits, self.reuse, rejected.count, self.num_draft, sampling, noise
+                block, logits, self.reuse, rejected, self.num_draft, sampling, noise
             ), draft
         hidden = hidden[:, 0, : self.num_draft]
         logits = backbone.unembed(config, params, vocabulary, hidden)  # [B, K, V]

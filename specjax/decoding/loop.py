@@ -328,12 +328,14 @@ def _rejected(
         raise ValueError("the drafter keeps draft_hidden, but its proposal has none")
     hidden = out.hidden[:, 0, :K] if proposal.hidden is None else proposal.hidden
     own_choice = argmax(verified.logits)
+    certainty = jnp.exp(jnp.max(verified.logits, -1) - jax.nn.logsumexp(verified.logits, -1))
     return Rejected(
         tokens=keep("tokens", proposal.tokens, 0),
         count=jnp.where(done, 0, proposal.count - verdict.accepted),
         features=keep("features", out.features[:, 0], 1),
         final_hidden=keep("final_hidden", out.hidden[:, 0], 1),
         argmax=keep("argmax", own_choice, 1),
+        certainty=keep("certainty", certainty, 1),
         draft_hidden=keep("draft_hidden", hidden, 0),
     )
 

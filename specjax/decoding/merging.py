@@ -1,10 +1,12 @@
-"""Several draft blocks as one chain: what ReAnchor sends to verification.
+"""Draft blocks and stale choices as one chain: what ReAnchor sends to verification.
 
 The chain is built from left to right. The plain block is open from the start. A shifted block
 opens once the chain holds, at the position of its anchor, the very token that it is anchored at:
 then both stand behind the same text as far as anyone knows. A slot's law is the mean of the laws
-of the open blocks that reach it. Gates look at earlier slots only, so that this mean is the law
-from which the slot was drawn, as the token rule needs it.
+of the open blocks that reach it. As long as the chain repeats the rejected drafts behind the first
+of them, which stood where the anchor is now, the verifier's choice there takes the slot if a law
+that trusts it a little would rather have it. All of this looks at earlier slots only, so that the
+law is the one from which the slot was drawn, as the token rule needs it.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import jax.numpy as jnp
 
 from specjax.decoding.sampling import argmax, law
 from specjax.models.reuse import ReAnchor
-from specjax.types import Array, Block, Proposal, Sampling
+from specjax.types import Array, Block, Proposal, Rejected, Sampling
 
 
 def merge(
     block: Block,
     logits: Array,
     reuse: ReAnchor,
-    stale: Array,
+    rejected: Rejected,
     num_draft: int,
     sampling: Sampling,
     noise: Array | None,
@@ -34,13 +36,13 @@ def merge(
         position a' + shift + 1 + i.
       reuse: how far behind a' the blocks after the first are anchored. Past the end of the first
         block the chain goes on while the largest pooled probability exceeds its threshold.
-      stale: [B] int32, rejected rows; block n exists where its shift is at most this.
+      rejected: of the round before; block n exists where its shift is at most their count.
       num_draft: K; every slot up to it must be reached by some block.
       sampling: how drafts are drawn.
       noise: Gumbel noise [B, K, V] by slot, where drafts are drawn.
 
     Returns:
-      The chain. Where no gate opens it is that of the first block.
+      The chain. Where nothing was rejected it is that of the first block.
     """
     B, N, D, _ = logits.shape
     shifts = reuse.shifts
@@ -50,7 +52,7 @@ def merge(
     else:
         laws = law(logits.reshape(B, N * D, -1), sampling).reshape(logits.shape)
     open_blocks = [jnp.ones((B,), bool)] + [jnp.zeros((B,), bool)] * len(shifts)
-    going = jnp.ones((B,), bool)
+    repeats, going = jnp.ones((2, B), bool)
     count = jnp.zeros((B,), jnp.int32)
     tokens, pooled_laws = [], []
     for j in range(1, num_draft + 1):  # the slot of position a' + j
@@ -59,11 +61,22 @@ def merge(
         several = jnp.stack([laws[:, n, j - s - 1] for n, s in reach], axis=1)  # [B, n, V]
         total = jnp.sum(weights, axis=1)
         pooled = jnp.einsum("bn,bnv->bv", weights, several) / jnp.maximum(total, 1.0)[:, None]
+        alone = (total <= 1) & (j <= D)
+        if reuse.trust and j <= rejected.argmax.shape[1]:
+            trusted = repeats & (j <= rejected.count)
+            choice = rejected.argmax[:, j - 1]
+            share = jnp.where(trusted, reuse.trust * rejected.certainty[:, j - 1], 0.0)
+            # The mixture (1 - share) pooled + share [choice] has its mode there, and pooled not.
+            highest = jnp.max(pooled, axis=-1)
+            own = jnp.take_along_axis(pooled, choice[:, None], axis=-1)[:, 0]
+            takes = (own < highest) & ((1 - share) * (highest - own) < share)
+            certain = jax.nn.one_hot(choice, pooled.shape[-1])
+            pooled = jnp.where(takes[:, None], certain, pooled)
+            alone &= ~takes
         if j > D:
             going &= (total > 0) & (jnp.max(pooled, axis=-1) > reuse.threshold)
         if greedy:
             # Where the first block is alone its logits decide: a softmax can make ties.
-            alone = (total <= 1) & (j <= D)
             token = argmax(jnp.where(alone[:, None], logits[:, 0, min(j, D) - 1], pooled))
         else:
             assert noise is not None
@@ -73,7 +86,9 @@ def merge(
         count += going.astype(jnp.int32)
         for n, s in enumerate(shifts, start=1):
             if s == j:
-                open_blocks[n] = (token == block.tokens[:, n, 0]) & (s <= stale)
+                open_blocks[n] = (token == block.tokens[:, n, 0]) & (s <= rejected.count)
+        if j < rejected.tokens.shape[1]:
+            repeats &= token == rejected.tokens[:, j]
     # Greedy drafts are points; coupled ones are verified by equality, which needs no law.
     q = jnp.stack(pooled_laws, axis=1) if sampling.drafting == "independent" else None
     return Proposal(jnp.stack(tokens, axis=1), count, q)

@@ -91,6 +91,7 @@ def nothing(decoder: Decoder, batch: int, dtype: Any) -> tuple[Array, Rejected]:
         features=rows("features", F, of=dtype),
         final_hidden=rows("final_hidden", E, of=dtype),
         argmax=rows("argmax"),
+        certainty=rows("certainty", of=jnp.float32),
         draft_hidden=rows("draft_hidden", E, of=dtype),
     )
     return jnp.zeros((batch, K + 1, F), dtype), rejected

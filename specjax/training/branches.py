@@ -96,8 +96,8 @@ def drafts(
     Args:
       wanted: rounds, empty share and how proposals are drawn.
       target, config: the networks; `config.reuse` says how rejected rows are used.
-      target_params, params: their parameters, the drafter's in its compute dtype; `drafter.restrict`
-        says which tokens are proposed, as in decoding.
+      target_params, params: their parameters, the drafter's in its compute dtype; with
+        `drafter.restrict` it proposes some tokens only, as in decoding.
       vocabulary: the target's, in that dtype.
       batch: packed documents.
       clean: the target's pass over them.
@@ -277,5 +277,6 @@ def rejected_rows(
         features=keep("features", states.features.astype(draft_hidden.dtype)),
         final_hidden=keep("final_hidden", states.hidden.astype(draft_hidden.dtype)),
         argmax=tokens[:, :, :0],  # of methods that are not trained
+        certainty=draft_hidden[:, :, :0, 0],
         draft_hidden=keep("draft_hidden", draft_hidden),
     )

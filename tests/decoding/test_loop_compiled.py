@@ -19,7 +19,7 @@ from specjax.decoding.sampling import make_sampling, row_keys
 from specjax.decoding.state import Decoder, Weights
 from specjax.models import hub
 
-STATES = frozenset({"features", "final_hidden", "argmax", "draft_hidden"})
+STATES = frozenset({"features", "final_hidden", "argmax", "certainty", "draft_hidden"})
 VOCAB = tiny.VOCAB
 
 
@@ -85,7 +85,7 @@ class Remembering(Scripted):
         )
         slot = jnp.arange(self.num_draft, dtype=jnp.int32)[None]
         valid = slot < rejected.count[:, None]
-        memory = rejected.tokens + rejected.argmax
+        memory = rejected.tokens + rejected.argmax + (1e3 * rejected.certainty).astype(jnp.int32)
         for states in (rejected.features, rejected.final_hidden):
             memory += jnp.sum((states > 0).astype(jnp.int32), axis=-1)
         shift = jnp.sum(jnp.where(valid, memory, 0), axis=1) % (VOCAB - 1)
@@ -118,7 +118,7 @@ def live(state, b):
         out[name] = getattr(state, name)[b]
     for layer, (k, v) in enumerate(zip(state.target.k, state.target.v, strict=True)):
         out[f"keys {layer}"], out[f"values {layer}"] = k[b, :, : n - 1], v[b, :, : n - 1]
-    for name in ("tokens", "features", "final_hidden", "argmax"):
+    for name in ("tokens", "features", "final_hidden", "argmax", "certainty"):
         out[f"rejected {name}"] = getattr(state.rejected, name)[b, :count]
     for name in ("rounds", "proposed", "accepted", "histogram"):
         out[name] = getattr(state.stats, name)[b]

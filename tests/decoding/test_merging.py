@@ -10,10 +10,10 @@ import pytest
 from specjax.decoding.merging import merge
 from specjax.decoding.sampling import make_sampling
 from specjax.models.reuse import ReAnchor
-from specjax.types import Block
+from specjax.types import Block, Rejected
 
 B, D, V = 256, 3, 4
-METHOD = ReAnchor((1, 3), threshold=0.6)
+METHOD = ReAnchor((1, 3), threshold=0.6, trust=0.4)
 SHIFTS = (0, *METHOD.shifts)
 K = D + 3
 
@@ -21,19 +21,27 @@ K = D + 3
 def case(seed=0, rows=B):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(rows, len(SHIFTS), D, V)).astype(np.float32) * 1.5
-    anchors = rng.integers(0, V, (rows, len(SHIFTS)))
-    stale = rng.integers(0, K + 1, rows)
-    return logits, anchors, stale
+    choices = rng.integers(0, V, (rows, K))
+    anchors = np.concatenate([np.zeros((rows, 1), int), choices[:, np.array(METHOD.shifts) - 1]], 1)
+    drafts = rng.integers(0, V, (rows, K))
+    certainty = rng.uniform(size=(rows, K)).astype(np.float32)
+    return logits, anchors, (drafts, rng.integers(0, K + 1, rows), choices, certainty)
 
 
 def by_hand(logits, anchors, stale, law, draw):
     """One row: tokens, count and the law of every slot that counts."""
+    drafts, count, choices, certainty = stale
     opened, tokens, laws = {0}, [], []
     for j in range(1, K + 1):
         reach = [n for n in sorted(opened) if SHIFTS[n] < j <= SHIFTS[n] + D]
         if not reach:
             break
         q = np.mean([law(logits[n, j - SHIFTS[n] - 1]) for n in reach], axis=0)
+        if j <= count and tokens == drafts[1:j].tolist():
+            share = METHOD.trust * certainty[j - 1]
+            choice = np.eye(V)[choices[j - 1]]
+            mixed = (1 - share) * q + share * choice
+            q = choice if mixed.argmax() == choices[j - 1] != q.argmax() else q
         if j > D and q.max() <= METHOD.threshold:
             break
         tokens.append(int(draw(j - 1, q)))
@@ -41,7 +49,7 @@ def by_hand(logits, anchors, stale, law, draw):
         opened |= {
             n
             for n, s in enumerate(SHIFTS)
-            if n and s == j and s <= stale and tokens[-1] == anchors[n]
+            if n and s == j and s <= count and tokens[-1] == anchors[n]
         }
     return tokens, laws
 
@@ -63,7 +71,22 @@ def merged(logits, anchors, stale, noise, drafting):
 
 def run(logits, anchors, stale, noise=None, drafting="greedy"):
     ints = partial(jnp.asarray, dtype=jnp.int32)
-    return merged(jnp.asarray(logits), ints(anchors), ints(stale), noise, drafting)
+    drafts, count, choices, certainty = stale
+    nothing = jnp.zeros((len(count), 0))
+    rejected = Rejected(
+        tokens=ints(drafts),
+        count=ints(count),
+        features=nothing,
+        final_hidden=nothing,
+        argmax=ints(choices),
+        certainty=jnp.asarray(certainty),
+        draft_hidden=nothing,
+    )
+    return merged(jnp.asarray(logits), ints(anchors), rejected, noise, drafting)
+
+
+def row(stale, b):
+    return [x[b] for x in stale]
 
 
 def test_the_chain_of_argmaxes():
@@ -71,7 +94,7 @@ def test_the_chain_of_argmaxes():
     got = run(logits, anchors, stale)
     lengths = set()
     for b in range(B):
-        tokens, _ = by_hand(logits[b], anchors[b], stale[b], softmax, lambda j, q: q.argmax())
+        tokens, _ = by_hand(logits[b], anchors[b], row(stale, b), softmax, lambda j, q: q.argmax())
         assert int(got.count[b]) == len(tokens)
         assert got.tokens[b, : len(tokens)].tolist() == tokens
         lengths.add(len(tokens))
@@ -88,9 +111,9 @@ def test_the_chain_that_is_drawn_and_its_law(drafting):
         tokens, laws = by_hand(
             logits[b],
             anchors[b],
-            stale[b],
+            row(stale, b),
             softmax,
-            lambda j, q, b=b: (np.log(q) + noise[b, j]).argmax(),
+            lambda j, q, b=b: (np.log(np.maximum(q, 1e-30)) + noise[b, j]).argmax(),
         )
         assert int(got.count[b]) == len(tokens)
         assert got.tokens[b, : len(tokens)].tolist() == tokens
@@ -114,7 +137,7 @@ def test_a_law_does_not_see_its_own_draft_or_later_ones():
 
 
 def test_nothing_stale_is_the_first_block():
-    logits, anchors, _ = case(6)
-    got = run(logits, anchors, np.zeros(B))
+    logits, anchors, (drafts, _, choices, certainty) = case(6)
+    got = run(logits, anchors, (drafts, np.zeros(B), choices, certainty))
     np.testing.assert_array_equal(got.tokens[:, :D], logits[:, 0].argmax(-1))
     assert (got.count == D).all()

@@ -25,6 +25,8 @@ METHODS = {
     "retrace": ReTrace(),
     "reanchor": ReAnchor((1, 2, 4)),
     "reanchor beyond the block": ReAnchor((1, 3), 0.0),
+    "reanchor with trust": ReAnchor((2,), trust=0.5),
+    "reanchor by choices alone": ReAnchor((), trust=0.5),
 }
 SETTINGS = {
     "greedy": {"temperature": 0},
@@ -270,7 +272,7 @@ def test_a_thousand_rounds_hold_what_the_first_held(target, name):
     assert loop.run_rounds._cache_size() == compiled + 1
     kept = {
         name
-        for name in ("features", "final_hidden", "argmax", "draft_hidden")
+        for name in ("features", "final_hidden", "argmax", "certainty", "draft_hidden")
         if getattr(state.rejected, name).size
     }
     assert kept == set(method.keeps)

@@ -40,7 +40,8 @@ METHODS = {
     "carryover post_norm": Carryover("post_norm"),
     "dflow": DFlow(),
     "retrace": ReTrace(),
-    "reanchor": ReAnchor((1,)),
+    "reanchor": ReAnchor((1,), trust=0.5),
+    "reanchor by choices alone": ReAnchor((), trust=0.8),
 }
 SAMPLING = make_sampling(1.0, 0, 1.0, batch=B, vocab_size=V, drafting="independent")
 STOPS = jnp.array([-1], jnp.int32)

@@ -47,6 +47,7 @@ def buffer(count=COUNT, seed=0, K=K):
         features=states(F),
         final_hidden=states(E),
         argmax=ids(),
+        certainty=jnp.asarray(rng.uniform(size=(1, K)), jnp.float32),
         draft_hidden=states(E),
     )
 
@@ -281,7 +282,7 @@ def test_other_engines_layout_cannot_hold_a_method():
         drafter_hf.config_to_speculators(config, verifier=None, architectures=["x"])
 
 
-@pytest.mark.parametrize("method", [*METHODS, ReAnchor((2, 5), 0.25)], ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, ReAnchor((2, 5), 0.25, 0.5)], ids=repr)
 def test_a_method_is_its_json(method):
     assert reuse.from_json(reuse.to_json(method)) == method
     assert hash(method) == hash(reuse.from_json(reuse.to_json(method)))
@@ -296,6 +297,7 @@ def test_a_method_is_its_json(method):
         ({"method": "reanchor", "shifts": [2, 1]}, "must be ascending"),
         ({"method": "reanchor", "shifts": [0]}, "must be ascending, from 1 on"),
         ({"method": "reanchor", "threshold": 2}, "no probability"),
+        ({"method": "reanchor", "trust": 1.5}, "trust 1.5 is not between 0 and 1"),
     ],
 )
 def test_what_no_method_has_is_refused(raw, message):
