@@ -119,18 +119,22 @@ def some(tree, index):
 
 
 def rounds_behind(decoder, weights, state, texts):
-    """One round behind every text: (text, path, drafts' law, target's law) and what commits it."""
+    """One round behind every text, along every path that drafts can take: (text, path, target's
+    law, drafts' law) and what commits it."""
     owner, path = np.repeat(np.arange(len(texts)), len(PATHS)), np.tile(PATHS, (len(texts), 1))
     for first in range(0, len(owner), B):
         here = slice(first, first + B)
         before = some(state, owner[here])
         forced = np.pad(path[here], ((0, B - len(path[here])), (0, 0)))
         proposal, context, verified = drafted(decoder, weights, before, jnp.asarray(forced))
-        assert (np.asarray(proposal.tokens) == forced).all()
         assert (np.asarray(proposal.count) == K).all()
-        n = len(owner[here])
-        p, q = np.asarray(law(verified.logits, SAMPLING))[:n], np.asarray(proposal.law)[:n]
-        yield owner[here], path[here], p, q, (before, proposal, context, verified)
+        q = np.asarray(proposal.law)
+        able = np.take_along_axis(q, forced[:, :, None], 2).all(axis=(1, 2))  # no chance of 0
+        assert (np.asarray(proposal.tokens) == forced)[able].all()
+        n = np.flatnonzero(able[: len(owner[here])])
+        p = np.asarray(law(verified.logits, SAMPLING))
+        held = some((before, proposal, context, verified), n)
+        yield owner[here][n], path[here][n], p[n], q[n], held
 
 
 def padded(p, q, path):
