@@ -6,7 +6,7 @@
     python experiments/reuse/train_arms.py smollm2 --set block_size=16 objective.gamma=7 \
         --runs runs/reuse-smollm2-block16 --out experiments/reuse/arms-smollm2-block16.jsonl
     python experiments/reuse/train_arms.py smollm2 --prompts experiments/prompts/copying.jsonl \
-        --out experiments/reuse/arms-smollm2-copying.jsonl   # the same drafters on other prompts
+        --limit 60 --out experiments/reuse/arms-smollm2-copying.jsonl   # the same on other prompts
 
 From one base drafter, with each seed, it trains a drafter an arm: same texts, same steps, same
 number of trained blocks. A control trains plain ones; Carryover and ReTrace spend half of them
