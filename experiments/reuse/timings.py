@@ -111,11 +111,14 @@ def main():
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", default="experiments/drafters/smollm2-135m-dflash")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     args = parser.parse_args()
+    methods = {name: METHODS[name] for name in args.methods}
     target = specjax.load_target(args.target)
     drafter = specjax.load_drafter(args.drafter, target)
     found = {"target": args.target, "drafter": args.drafter}
-    found |= {"block": drafter.config.block_size, **measure(target, drafter, args.turns)}
+    measured = measure(target, drafter, args.turns, methods=methods)
+    found |= {"block": drafter.config.block_size, **measured}
     with (HERE / "timings.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     print(table(found))
