@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+from compare import TRUSTING
 
 import specjax
 from specjax.decoding import loop
@@ -35,7 +36,7 @@ METHODS = {
     "retrace": ReTrace(),
     "reanchor 1": ReAnchor((1,)),
     "reanchor 1,2,4": ReAnchor((1, 2, 4)),
-    "reanchor, choices": ReAnchor((), trust=0.25),
+    "reanchor, choices": TRUSTING["choices"],
 }
 STAGES = ("draft", "verify", "commit")
 

@@ -64,15 +64,9 @@ def merge(
         alone = (total <= 1) & (j <= D)
         if reuse.trust and j <= rejected.argmax.shape[1]:
             trusted = repeats & (j <= rejected.count)
-            choice = rejected.argmax[:, j - 1]
             share = jnp.where(trusted, reuse.trust * rejected.certainty[:, j - 1], 0.0)
-            # The mixture (1 - share) pooled + share [choice] has its mode there, and pooled not.
-            highest = jnp.max(pooled, axis=-1)
-            own = jnp.take_along_axis(pooled, choice[:, None], axis=-1)[:, 0]
-            takes = (own < highest) & ((1 - share) * (highest - own) < share)
-            certain = jax.nn.one_hot(choice, pooled.shape[-1])
-            pooled = jnp.where(takes[:, None], certain, pooled)
-            alone &= ~takes
+            pooled, taken = _with_choice(pooled, rejected.argmax[:, j - 1], share)
+            alone &= ~taken
         if j > D:
             going &= (total > 0) & (jnp.max(pooled, axis=-1) > reuse.threshold)
         if greedy:
@@ -92,3 +86,14 @@ def merge(
     # Greedy drafts are points; coupled ones are verified by equality, which needs no law.
     q = jnp.stack(pooled_laws, axis=1) if sampling.drafting == "independent" else None
     return Proposal(jnp.stack(tokens, axis=1), count, q)
+
+
+def _with_choice(pooled: Array, choice: Array, share: Array) -> tuple[Array, Array]:
+    """The law [B, V] of a slot that a choice [B] may take, and where it does.
+
+    It takes the slot where (1 - share) pooled + share [choice] has its mode there, and pooled not.
+    """
+    highest = jnp.max(pooled, axis=-1)
+    own = jnp.take_along_axis(pooled, choice[:, None], axis=-1)[:, 0]
+    takes = (own < highest) & ((1 - share) * (highest - own) < share)
+    return jnp.where(takes[:, None], jax.nn.one_hot(choice, pooled.shape[-1]), pooled), takes

@@ -4,7 +4,7 @@ A drafter only knows context rows that lie strictly before its anchor. A rejecte
 t can therefore be used as it is by a block whose anchor stands after t: block s is anchored at
 a' + s with the verifier's own choice there, and reads the rejected rows a' .. a' + s - 1 as if
 they were committed. Block 0 is the plain draft. The verifier's choices can be drafts themselves,
-too: they cost nothing and need no further block. How all of it becomes one chain is decided by
+too, which needs no further row. How all of it becomes one chain is decided by
 `decoding.merging`. (Only the abstract of ReAnchor is public; this is our design of it.)
 """
 
@@ -30,7 +30,7 @@ class ReAnchor:
       trust: how much the verifier's choice for a slot, behind the rejected drafts, counts beside
         the law of the blocks: this share, times the probability that it had there. The slot is the
         choice where it then is the most likely token; 0: never. It pays where the text behind a
-        wrong token is still determined, as in copying; for SmolLM2-135M 0.25 is best.
+        wrong token is still determined, as in copying; measured with 0.25.
     """
 
     shifts: tuple[int, ...] = (1, 2, 4)
