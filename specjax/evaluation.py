@@ -23,6 +23,7 @@ from specjax.decoding import loop, request
 from specjax.decoding.generate import compiles, generate, started
 from specjax.decoding.sampling import filtered, make_sampling, position_noise, row_keys
 from specjax.decoding.stats import PromptStats, summary
+from specjax.models import reuse
 from specjax.models import target as networks
 from specjax.models.hub import Target
 
@@ -177,10 +178,15 @@ def evaluate(
         "answers": len(plain.stats) // repeats,
         "repeats": repeats,
         "max_new_tokens": max_new_tokens,
-        "asked": {key: value for key, value in settings.items() if value is not None},
+        "asked": {key: _plain(value) for key, value in settings.items() if value is not None},
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it."""
+    return reuse.to_json(value) if isinstance(value, reuse.ReAnchor) else value
 
 
 def _without_compiling(target: Target, ids: list[int], call: dict[str, Any]) -> Any:

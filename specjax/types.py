@@ -170,7 +170,10 @@ class Sampling:
 
 
 class Reuse(Protocol):
-    """How a method uses the rejected rows: one file per method."""
+    """How a method uses the rejected rows: one file per method.
+
+    A method some of whose parameters may grow from nothing in training names them in `grows`.
+    """
 
     @property
     def keeps(self) -> frozenset[str]:

@@ -40,6 +40,15 @@ def test_a_scripted_drafter_has_the_figures_of_its_script(stories):
     json.dumps(report)
 
 
+def test_a_report_says_with_which_settings_a_method_ran(stories):
+    drafter = specjax.load_drafter("stories260k-dflash", stories)
+    method = specjax.ReAnchor((1,), trust=0.25)
+    asked = {"max_new_tokens": 8, "reuse": method}
+    report = evaluation.evaluate(stories, drafter, ids(stories, "The dog"), **asked)
+    said = json.loads(json.dumps(report))["asked"]["reuse"]
+    assert said == {"method": "reanchor", "shifts": [1], "threshold": 0.5, "trust": 0.25}
+
+
 def test_a_wrong_output_is_a_violation(stories, monkeypatch):
     """Inject it: the speculative arm gets another text for one prompt of two."""
     prompts = ids(stories, "The dog", "Lily")

@@ -22,7 +22,7 @@ class Generation:
       logprobs: log softmax of the raw logits (before temperature and filters) at every token, or
         None where not asked for.
       stats: a `PromptStats` per prompt.
-      settings: what ran: rule, mode, drafting, num_draft, batch, dtype.
+      settings: what ran: rule, mode, drafting, reuse, num_draft, batch, dtype, kernel.
       seconds: wall time of the rounds, prefill excluded; the first call of a shape compiles in it.
     """
 

@@ -1,6 +1,6 @@
 """Where each method puts the rejected rows, on one example: a = 10, K = 4, m = 1, so a' = 12.
 
-Rejected drafts d_2, d_3, d_4 stand at 12, 13, 14. Cases F4 and E1 of the bug cases.
+Rejected drafts d_2, d_3, d_4 stand at 12, 13, 14.
 """
 
 from dataclasses import replace
@@ -294,8 +294,10 @@ def test_a_method_is_its_json(method):
         ({"method": "carry"}, "'carry' is not one of carryover, dflow, retrace, reanchor"),
         ({"method": "dflow", "site": "pre_fc"}, "dflow has no setting 'site'"),
         ({"method": "carryover", "site": "late"}, "'late' is not pre_fc or post_norm"),
-        ({"method": "reanchor", "shifts": [2, 1]}, "must be ascending"),
-        ({"method": "reanchor", "shifts": [0]}, "must be ascending, from 1 on"),
+        ({"method": "reanchor", "shifts": [2, 1]}, "from 1 on, ascending"),
+        ({"method": "reanchor", "shifts": [0]}, "must be whole numbers from 1 on"),
+        ({"method": "reanchor", "shifts": [1.5]}, "must be whole numbers from 1 on"),
+        ({"method": "reanchor", "name": "x"}, "has no setting 'name'"),
         ({"method": "reanchor", "threshold": 2}, "no probability"),
         ({"method": "reanchor", "trust": 1.5}, "trust 1.5 is not between 0 and 1"),
     ],

@@ -24,7 +24,7 @@ NAMES: Mapping[str, type[Any]] = {
 }
 
 
-def make(name: str, **settings: Any) -> Reuse:
+def make(name: str, /, **settings: Any) -> Reuse:
     """A method by its name.
 
     Raises:
@@ -36,9 +36,7 @@ def make(name: str, **settings: Any) -> Reuse:
     for setting in settings:
         if setting not in known:
             raise ValueError(f"reuse {name} has no setting {setting!r}")
-    return NAMES[name](
-        **{key: tuple(x) if isinstance(x, list) else x for key, x in settings.items()}
-    )
+    return NAMES[name](**settings)
 
 
 def name_of(method: Reuse) -> str:

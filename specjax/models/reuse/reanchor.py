@@ -38,8 +38,13 @@ class ReAnchor:
     trust: float = 0.0
 
     def __post_init__(self) -> None:
-        if any(s < 1 for s in self.shifts) or list(self.shifts) != sorted(set(self.shifts)):
-            raise ValueError(f"shifts {self.shifts} must be ascending, from 1 on, none twice")
+        shifts = tuple(self.shifts)
+        whole = all(isinstance(s, int) and s >= 1 for s in shifts)
+        if not whole or list(shifts) != sorted(set(shifts)):
+            raise ValueError(
+                f"shifts {shifts} must be whole numbers from 1 on, ascending, none twice"
+            )
+        object.__setattr__(self, "shifts", shifts)  # a list would not be hashable
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold {self.threshold} is no probability")
         if not 0 <= self.trust <= 1:
@@ -56,16 +61,20 @@ class ReAnchor:
         return {}
 
     def check_num_draft(self, config: Any, num_draft: int) -> int:
-        """Returns `num_draft`: the chain may go on past the plain block to the end of the last one.
+        """Returns `num_draft`: the chain may go on past the plain block, where others go on.
 
         Raises:
-          ValueError: not between 1 and the drafts of the block plus the largest shift.
+          ValueError: not between 1 and the last slot up to which some block reaches every slot.
         """
-        most = config.num_drafts + max(self.shifts, default=0)
+        most = config.num_drafts
+        for shift in self.shifts:
+            if shift <= most:
+                most = shift + config.num_drafts
         if not 1 <= num_draft <= most:
             raise ValueError(
                 f"num_draft {num_draft} is not between 1 and {most}: a block holds "
-                f"{config.num_drafts} drafts and the largest shift of {self.shifts} adds to it"
+                f"{config.num_drafts} drafts, and with those of shifts {self.shifts} there is one "
+                f"for every slot up to {most}"
             )
         return num_draft
 
