@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -167,18 +167,19 @@ class DFlash:
         config, position = self.config, length - 1
         anchor = jnp.take_along_axis(tokens, position[:, None], axis=1)[:, 0]
         block = backbone.draft_block(config, anchor, position)
-        if self.reuse is not None:
-            block = self.reuse.inject(config, params, vocabulary, rejected, block)
+        reuse = self.reuse
+        if isinstance(reuse, ReAnchor):  # a block whose anchor ends the chain adds nothing to it
+            reuse = replace(reuse, shifts=tuple(s for s in reuse.shifts if s < self.num_draft))
+        if reuse is not None:
+            block = reuse.inject(config, params, vocabulary, rejected, block)
         hidden = backbone.forward(config, params, vocabulary, block, draft)
-        hidden = hidden[:, :, config.first_slot :]  # [B, N, D, E]
-        if isinstance(self.reuse, ReAnchor):
+        hidden = hidden[:, :, config.first_slot :][:, :, : self.num_draft]  # [B, N, D, E]
+        if isinstance(reuse, ReAnchor):
             logits = backbone.unembed(config, params, vocabulary, hidden)
             logits = backbone.target_logits(params, vocabulary, logits)
             noise = self._noise(sampling, key, position, logits.shape[-1])
-            return merge(
-                block, logits, self.reuse, rejected, self.num_draft, sampling, noise
-            ), draft
-        hidden = hidden[:, 0, : self.num_draft]
+            return merge(block, logits, reuse, rejected, self.num_draft, sampling, noise), draft
+        hidden = hidden[:, 0]
         logits = backbone.unembed(config, params, vocabulary, hidden)  # [B, K, V]
         count = jnp.full_like(length, self.num_draft)
         if self.stop_below:

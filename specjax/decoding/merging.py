@@ -2,7 +2,7 @@
 
 The chain is built from left to right. The plain block is open from the start. A shifted block
 opens once the chain holds, at the position of its anchor, the very token that it is anchored at:
-then both stand behind the same text as far as anyone knows. A slot's law is the mean of the laws
+then both stand behind the same token, whatever lies between. A slot's law is the mean of the laws
 of the open blocks that reach it. As long as the chain repeats the rejected drafts behind the first
 of them, which stood where the anchor is now, the verifier's choice there takes the slot if a law
 that trusts it a little would rather have it. All of this looks at earlier slots only, so that the
@@ -10,6 +10,8 @@ law is the one from which the slot was drawn, as the token rule needs it.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ def merge(
     Args:
       block: N blocks; the anchors of the shifted ones are gates.
       logits: [B, N, D, V] float32 over the target's vocabulary; entry i of block n predicts
-        position a' + shift + 1 + i.
+        position a' + shift + 1 + i. D is that of the blocks, or K where it is less.
       reuse: how far behind a' the blocks after the first are anchored. Past the end of the first
         block the chain goes on while the largest pooled probability exceeds its threshold.
       rejected: of the round before; block n exists where its shift is at most their count.
@@ -44,13 +46,15 @@ def merge(
     Returns:
       The chain. Where nothing was rejected it is that of the first block.
     """
-    B, N, D, _ = logits.shape
+    B, N, D, V = logits.shape
     shifts = reuse.shifts
     greedy = sampling.drafting == "greedy"
+    cold = sampling.temperature == 0  # [B]: pooled as they are, and then a point
     if greedy:
         laws = jax.nn.softmax(logits, axis=-1)
     else:
-        laws = law(logits.reshape(B, N * D, -1), sampling).reshape(logits.shape)
+        warm = replace(sampling, temperature=jnp.where(cold, 1.0, sampling.temperature))
+        laws = law(logits.reshape(B, N * D, V), warm).reshape(logits.shape)
     open_blocks = [jnp.ones((B,), bool)] + [jnp.zeros((B,), bool)] * len(shifts)
     repeats, going = jnp.ones((2, B), bool)
     count = jnp.zeros((B,), jnp.int32)
@@ -69,11 +73,11 @@ def merge(
             alone &= ~taken
         if j > D:
             going &= (total > 0) & (jnp.max(pooled, axis=-1) > reuse.threshold)
-        if greedy:
-            # Where the first block is alone its logits decide: a softmax can make ties.
-            token = argmax(jnp.where(alone[:, None], logits[:, 0, min(j, D) - 1], pooled))
-        else:
+        # Where the first block is alone its logits decide: a softmax can make ties.
+        token = argmax(jnp.where(alone[:, None], logits[:, 0, min(j, D) - 1], pooled))
+        if not greedy:
             assert noise is not None
+            pooled = jnp.where(cold[:, None], jax.nn.one_hot(token, V), pooled)
             token = argmax(jnp.log(pooled) + noise[:, j - 1])
         tokens.append(token)
         pooled_laws.append(pooled)

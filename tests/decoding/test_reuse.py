@@ -1,7 +1,4 @@
-"""Every method of reuse in the loop: exact, row by row, and plain where nothing was rejected.
-
-Cases F1, F4, F7 and A5 of the bug cases for drafters that read rejected states.
-"""
+"""Every method of reuse in the loop: exact, row by row, and plain where nothing was rejected."""
 
 from dataclasses import replace
 from functools import cache
@@ -314,7 +311,23 @@ def test_reuse_without_a_trained_drafter_is_refused(target):
             decode(target, drafter, reuse="reanchor")
 
 
+def test_a_greedy_row_has_its_rounds_beside_drawn_ones(target):
+    drafter = made(target, None)
+    method = ReAnchor((1, 2), threshold=0.0, trust=0.5)
+    alone = decode(target, drafter, reuse=method, num_draft=9)
+    plain = decode(target, drafter)
+    assert rounds(alone) != rounds(plain)  # the method does something there
+    heat = [0.0 if n % 2 == 0 else 1.0 for n in range(len(PROMPTS))]
+    for verify in ("match", "token"):
+        mixed = decode(target, drafter, reuse=method, num_draft=9, temperature=heat, verify=verify)
+        for n in range(0, len(PROMPTS), 2):
+            assert mixed.tokens[n] == alone.tokens[n]
+            assert rounds(mixed)[n] == rounds(alone)[n]
+
+
 def test_a_chain_cannot_outgrow_its_blocks(target):
     drafter = made(target, None)
     with pytest.raises(ValueError, match="not between 1 and 11: a block holds 7 drafts"):
         decode(target, drafter, reuse=ReAnchor((1, 4)), num_draft=12)
+    with pytest.raises(ValueError, match="not between 1 and 7: a block holds 7 drafts"):
+        decode(target, drafter, reuse=ReAnchor((8,)), num_draft=8)  # no block reaches slot 8
