@@ -1,7 +1,4 @@
-"""Whatever the drafter, the rule and the batch: the tokens of plain decoding, float32, exactly.
-
-Covers A1, A3, A5, B1, B2, B4, B5, F1, F3, F4, F5, F7, F8 of the bug cases, and the rejected rows.
-"""
+"""Whatever the drafter, the rule and the batch: the tokens of plain decoding, float32, exactly."""
 
 import itertools
 from dataclasses import dataclass, replace

@@ -3,7 +3,7 @@
 Draft, verification and commit are the loop's own, on small random networks, so that what a draft is
 given is what the loop kept of the round before. Every path of drafts is forced by its noise and
 weighs what the drafter's law says; how often a rule accepts how much of it comes from the checker
-of `exact.py`; and every such verdict is committed and drafted behind. Case H1 of the bug cases.
+of `exact.py`; and every such verdict is committed and drafted behind.
 """
 
 from dataclasses import replace
@@ -34,6 +34,7 @@ from specjax.types import Verdict
 V, K, N = 3, 2, 3  # tokens, drafts of a round, tokens of the text
 B = 729  # rows of one compiled call: all that two rounds leave which reject everything
 PATHS = np.array(list(product(range(V), repeat=K)), np.int32)
+LONGER = ReAnchor((1,), threshold=0.4)  # behind a block of one draft: chains that may go past it
 METHODS = {
     "plain": None,
     "carryover": Carryover(),
@@ -42,6 +43,7 @@ METHODS = {
     "retrace": ReTrace(),
     "reanchor": ReAnchor((1,), trust=0.5),
     "reanchor by choices alone": ReAnchor((), trust=0.8),
+    "reanchor past its block": LONGER,
 }
 SAMPLING = make_sampling(1.0, 0, 1.0, batch=B, vocab_size=V, drafting="independent")
 STOPS = jnp.array([-1], jnp.int32)
@@ -60,9 +62,10 @@ def target(tmp_path_factory):
 
 def drafting(target, method, layout="fill"):
     """A drafter of random weights with the method, and the state behind the first token."""
+    slots = 1 if method is LONGER else K
     raw = tiny.drafter_config(
         vocab_size=V,
-        block_size=K + (layout == "fill"),
+        block_size=slots + (layout == "fill"),
         sample_from_anchor=layout == "next",
         num_hidden_layers=1,
         num_target_layers=2,
@@ -127,17 +130,18 @@ def rounds_behind(decoder, weights, state, texts):
         before = some(state, owner[here])
         forced = np.pad(path[here], ((0, B - len(path[here])), (0, 0)))
         proposal, context, verified = drafted(decoder, weights, before, jnp.asarray(forced))
-        assert (np.asarray(proposal.count) == K).all()
-        q = np.asarray(proposal.law)
+        count, q = np.asarray(proposal.count), np.array(proposal.law)
+        # What is behind a chain's end counts for nothing: one path stands for all.
+        q[np.arange(K) >= count[:, None]] = np.eye(V)[0]
         able = np.take_along_axis(q, forced[:, :, None], 2).all(axis=(1, 2))  # no chance of 0
         assert (np.asarray(proposal.tokens) == forced)[able].all()
         n = np.flatnonzero(able[: len(owner[here])])
         p = np.asarray(law(verified.logits, SAMPLING))
         held = some((before, proposal, context, verified), n)
-        yield owner[here][n], path[here][n], p[n], q[n], held
+        yield owner[here][n], path[here][n], p[n], q[n], count[n], held
 
 
-def padded(p, q, path):
+def padded(p, q, path, count):
     """What the checker takes: its shapes, with what no rule may read."""
     n = len(path)
     P = np.full((n, ROWS_OF_P, IDS), np.nan, np.float32)
@@ -146,21 +150,24 @@ def padded(p, q, path):
     Q[:, :K] = np.pad(q, ((0, 0), (0, 0), (0, IDS - V)))
     tokens = np.full((n, SLOTS), -1, np.int32)
     tokens[:, :K] = path
-    return P, Q, tokens, np.full(n, K, np.int32)
+    return P, Q, tokens, count.astype(np.int32)
 
 
 def enumerated(target, method, layout="fill", told=lambda q: q):
     """The law of N tokens under every rule: {rule: {text: probability}}; `told` is the law that
-    the rules are told the drafts came from."""
+    the rules are told the drafts came from. And how far rejected rows change the drafts' laws, and
+    the lengths of chains."""
     decoder, weights, state = drafting(target, method, layout)
     out = [{} for _ in RULES]
     texts, weight = [()], np.ones((1, len(RULES)))
     changed = 0.0  # by what was rejected: how far laws behind one text lie apart
+    counts = set()
     while texts:
         longer, heavier, states, laws = [], [], [], {}
-        for owner, path, p, q, held in rounds_behind(decoder, weights, state, texts):
+        for owner, path, p, q, count, held in rounds_behind(decoder, weights, state, texts):
             drawn = np.prod(np.take_along_axis(q, path[:, :, None], 2)[..., 0], axis=1)
-            masses = [mass_of(rule, *padded(p, told(q), path)) for rule, mass_of in RULES]
+            masses = [mass_of(rule, *padded(p, told(q), path, count)) for rule, mass_of in RULES]
+            counts.update(count.tolist())
             kept = []
             for n, a, t in product(range(len(owner)), range(K + 1), range(V)):
                 text = (*texts[owner[n]], *path[n, :a].tolist(), t)
@@ -183,7 +190,7 @@ def enumerated(target, method, layout="fill", told=lambda q: q):
         texts, weight = longer, np.array(heavier)
         if texts:
             state = jax.tree.map(lambda *xs: jnp.concatenate(xs), *states)
-    return out, changed
+    return out, changed, counts
 
 
 def text_law(target, method):
@@ -206,17 +213,18 @@ def text_law(target, method):
     [*((name, "fill") for name in METHODS), *((name, "next") for name in ("dflow", "reanchor"))],
 )
 def test_three_rounds_have_the_law_of_the_target(target, name, layout):
-    found, changed = enumerated(target, METHODS[name], layout)
+    found, changed, counts = enumerated(target, METHODS[name], layout)
     want = text_law(target, METHODS[name])
     assert max(want.values()) > 3 * min(want.values())
     for law_of_rule in found:
         assert law_of_rule == near(want)
     assert (changed > 0.01) == (name != "plain")  # drafts depend on what was rejected
+    assert counts == ({1, K} if METHODS[name] is LONGER else {K})
 
 
 def test_a_law_that_forgets_what_was_rejected_is_found_out(target):
     """Rules that are told another law than that of the drafts: only match does not mind."""
-    found, _ = enumerated(target, Carryover(), told=lambda q: np.broadcast_to(q[:1], q.shape))
+    found, *_ = enumerated(target, Carryover(), told=lambda q: np.broadcast_to(q[:1], q.shape))
     want = text_law(target, Carryover())
     errors = [max(abs(one[text] - want[text]) for text in want) for one in found]
     assert errors[0] > 1e-3
