@@ -18,7 +18,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ceiling import COMMIT, VERIFY, asked
+from ceiling import COMMIT, VERIFY, asked, groups_of
 from tqdm import tqdm
 
 import specjax
@@ -52,8 +52,7 @@ def watched(decoder, weights, sampling, state):
 def measure(target, drafter, prompts, settings, batch_size=8):
     """The mean mass by layer and by number of carried rows, over all rounds behind a rejection."""
     by_count = {}
-    for start in tqdm(range(0, len(prompts), batch_size), unit="batch"):
-        group = prompts[start : start + batch_size]
+    for group in tqdm(groups_of(prompts, settings, batch_size), unit="batch"):
         decoder, weights, sampling, stops, state = specjax.started(
             target, group, drafter=drafter, reuse="carryover", **settings
         )

@@ -60,6 +60,13 @@ def rounds_of(target, drafter, prompts, settings):
             yield drafts[b], top[b], stale[b], count[b], tokens[b, length[b] : end]
 
 
+def groups_of(prompts, settings, size):
+    """Prompts that are decoded together: what is drawn for one depends on its number in the call,
+    so that drawn answers are all made in one, which makes the texts of `generate`."""
+    size = len(prompts) if settings["temperature"] else size
+    return [prompts[i : i + size] for i in range(0, len(prompts), size)]
+
+
 def tops(config, weights, hidden):
     """The drafter's most likely tokens [B, K, TOP]."""
     vocabulary = networks.vocabulary(weights.target)
@@ -80,8 +87,7 @@ def measure(target, drafter, prompts, settings, batch_size=8):
     exists = np.zeros(K)
     lengths = {"after rejection": [], "after acceptance": []}
     best = []
-    groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-    for group in tqdm(groups, unit="batch"):
+    for group in tqdm(groups_of(prompts, settings, batch_size), unit="batch"):
         for drafts, likely, stale, count, truth in rounds_of(target, drafter, group, settings):
             n = len(truth)
             right = drafts[:n] == truth

@@ -227,13 +227,18 @@ def room(lines, base, arm, temperature):
     return sum(f["tau_ceiling"] for f in found) / sum(f["tau"] for f in found) - 1
 
 
+def by_seed(base, arm, group="rounds"):
+    """The gain of every seed by itself."""
+    return [gain([one], [two], group)[0] for one, two in zip(base, arm, strict=True)]
+
+
 def table(lines, args):
     """Every comparison, for people."""
     rows = []
     for temperature in args.temperatures:
         rows.append(
             f"\nT = {temperature:g}{'':<44} tau  behind a rejection / else   "
-            f"{'rounds saved':<24} {'behind a rejection':<24} of the ceiling  identical"
+            f"{'gain in tokens a round':<24} {'behind a rejection':<24} of the ceiling  identical"
         )
         for name, base, arm in pairs(lines, args, temperature):
             above, gained = room(lines, base, arm, temperature), gain(base, arm)
@@ -245,8 +250,8 @@ def table(lines, args):
                 f"{shown(gain(base, arm, 'after_rejection')):<24} {share:>14}  {same}/{answers}"
             )
             if len(arm) > 1:
-                each = (gain([one], [two])[0] for one, two in zip(base, arm, strict=True))
-                rows.append(f"{'':<46} by seed: {', '.join(f'{x:+.1%}' for x in each)}")
+                each = ", ".join(f"{x:+.1%}" for x in by_seed(base, arm))
+                rows.append(f"{'':<46} by seed: {each}")
     timed = lines.get("timings", None, None, None, None)
     if timed:
         rows.append("\nmilliseconds at batch 1, against DFlash\n" + timings.table(timed))
@@ -288,7 +293,7 @@ def figure(lines, args, file):
             error = np.abs(gains[1:] - gains[0])
             axis.errorbar(gains[0], at, xerr=error, fmt="o", color=f"C{number}", label=label)
             for y, (_, base, arm) in zip(at, found, strict=True):
-                each = [gain([one], [two], group)[0] * 100 for one, two in zip(base, arm)]  # noqa: B905
+                each = [100 * x for x in by_seed(base, arm, group)]
                 axis.plot(each, [y] * len(each), ".", color=f"C{number}", alpha=0.4)
         for y, (_, base, arm) in enumerate(found):
             above = room(lines, base, arm, temperature)
