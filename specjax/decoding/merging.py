@@ -46,15 +46,11 @@ def merge(
     Returns:
       The chain. Where nothing was rejected it is that of the first block.
     """
-    B, N, D, V = logits.shape
+    B, _, D, V = logits.shape
     shifts = reuse.shifts
     greedy = sampling.drafting == "greedy"
-    cold = sampling.temperature == 0  # [B]: pooled as they are, and then a point
-    if greedy:
-        laws = jax.nn.softmax(logits, axis=-1)
-    else:
-        warm = replace(sampling, temperature=jnp.where(cold, 1.0, sampling.temperature))
-        laws = law(logits.reshape(B, N * D, V), warm).reshape(logits.shape)
+    cold = sampling.temperature == 0  # [B]: pooled as laws, and then a point
+    laws = _laws(logits, sampling, cold)
     open_blocks = [jnp.ones((B,), bool)] + [jnp.zeros((B,), bool)] * len(shifts)
     repeats, going = jnp.ones((2, B), bool)
     count = jnp.zeros((B,), jnp.int32)
@@ -90,6 +86,14 @@ def merge(
     # Greedy drafts are points; coupled ones are verified by equality, which needs no law.
     q = jnp.stack(pooled_laws, axis=1) if sampling.drafting == "independent" else None
     return Proposal(jnp.stack(tokens, axis=1), count, q)
+
+
+def _laws(logits: Array, sampling: Sampling, cold: Array) -> Array:
+    """The law of every slot of every block, of `cold` rows that of temperature 1."""
+    if sampling.drafting == "greedy":
+        return jax.nn.softmax(logits, axis=-1)
+    warm = replace(sampling, temperature=jnp.where(cold, 1.0, sampling.temperature))
+    return law(logits.reshape(len(logits), -1, logits.shape[-1]), warm).reshape(logits.shape)
 
 
 def _with_choice(pooled: Array, choice: Array, share: Array) -> tuple[Array, Array]:
